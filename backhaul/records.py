@@ -1,0 +1,335 @@
+"""What passes between the layers: frozen records of the graph, the machine and the plan.
+
+A record names a tensor by the graph node that makes it and an op by its own node, so that
+neither a planner nor a plan file ever holds a graph.  A *tensor* here is one storage: every
+view of it shares its record.  Sizes are bytes, times are seconds, and op positions are
+indices into `GraphRecord.ops`, forward first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = [
+    "Action",
+    "Budget",
+    "CodecRecord",
+    "Compress",
+    "Decision",
+    "GraphRecord",
+    "Keep",
+    "LinkProfile",
+    "MachineProfile",
+    "Measured",
+    "Offload",
+    "OpCost",
+    "OpRecord",
+    "Plan",
+    "Prediction",
+    "Role",
+    "SlotRecord",
+    "Source",
+    "TensorRecord",
+]
+
+Source = Literal["measured", "modelled", "assumed"]
+Role = Literal["input", "saved", "temporary", "output", "tangent", "gradient"]
+SCHEMA_VERSION = "1.0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CodecRecord:
+    """A lossless codec that fits one saved tensor.
+
+    Attributes:
+        name: `bits`, `pool_offsets` or `narrow`; see `runtime.codecs`.
+        arguments: The codec's own integers and names, as the rewritten graph passes them.
+        packed_bytes: Size of the packed form; static, known before anything runs.
+        encode_key: `OpCost.key` of the packing op.
+        decode_key: `OpCost.key` of the unpacking op.
+    """
+
+    name: Literal["bits", "pool_offsets", "narrow"]
+    arguments: tuple[str | int | tuple[int, ...], ...]
+    packed_bytes: int
+    encode_key: str
+    decode_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRecord:
+    """One storage of the step, with its live range when everything is kept.
+
+    Attributes:
+        name: Graph node that first holds the storage alone; an op of the graph if saved.
+        module: Path of the module it belongs to, empty for the root.
+        target: Operator that makes it.
+        shape: Shape of the node, which a view of the storage may differ from.
+        dtype: Element type of the node, as torch prints it without its `torch.` prefix.
+        nbytes: Size of the whole storage.
+        role: `input` is owned by the caller for the whole step, as parameters are.
+        born: Position of the op that makes it, or -1 before the forward begins.
+        dies: Position of its last reader; `len(ops)` when it outlives the step.
+        last_forward_use: Last forward position that reads it, or that names or views it.
+        first_backward_use: First backward position that reads it, or -1.
+        codecs: The codecs that keep every backward use of it exact.
+        pinned_because: Why it may not leave the device; empty when it may.
+    """
+
+    name: str
+    module: str
+    target: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    role: Role
+    born: int
+    dies: int
+    last_forward_use: int
+    first_backward_use: int
+    codecs: tuple[CodecRecord, ...] = ()
+    pinned_because: str = ""
+
+    @property
+    def is_movable(self) -> bool:
+        """Say whether a plan may compress or offload it."""
+        return self.role == "saved" and not self.pinned_because
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRecord:
+    """One operator of the step.
+
+    Attributes:
+        name: Its graph node.
+        target: The operator, as `aten.relu.default`.
+        module: Path of the module that it comes from.
+        cost_key: `OpCost.key` of its measurement; empty for an op that runs no kernel.
+    """
+
+    name: str
+    target: str
+    module: str
+    cost_key: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphRecord:
+    """The forward and backward of one training step.
+
+    Attributes:
+        fingerprint: Hash of every op, argument, shape, stride, dtype and device.
+        ops: Forward ops, then backward ops, in execution order.
+        forward_count: How many of `ops` are forward.
+        tensors: Every storage, in order of birth.
+    """
+
+    fingerprint: str
+    ops: tuple[OpRecord, ...]
+    forward_count: int
+    tensors: tuple[TensorRecord, ...]
+
+    @property
+    def saved(self) -> tuple[TensorRecord, ...]:
+        """List the storages that the forward keeps for the backward."""
+        return tuple(tensor for tensor in self.tensors if tensor.role == "saved")
+
+    @property
+    def saved_bytes(self) -> int:
+        """Sum the saved activations, keeping everything."""
+        return sum(tensor.nbytes for tensor in self.saved)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCost:
+    """What one distinct op costs on one machine.
+
+    Attributes:
+        key: Operator, shapes, strides, dtypes and arguments.
+        duration_s: Median time of one call.
+        workspace_bytes: Most memory it holds beyond its inputs and outputs.
+        source: Where the numbers come from.
+    """
+
+    key: str
+    duration_s: float
+    workspace_bytes: int
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkProfile:
+    """How fast one link moves bytes, each way alone and both at once.
+
+    Attributes:
+        tier: The host tier, as `pinned host memory` or `spill file`.
+        sizes_bytes: Copy sizes that were measured, rising.
+        d2h_s: Time of one offload of each size, latency included.
+        h2d_s: Time of one reload of each size, latency included.
+        duplex_d2h_fraction: Offload bandwidth while reloading, over bandwidth alone.
+        duplex_h2d_fraction: Reload bandwidth while offloading, over bandwidth alone.
+        capacity_bytes: Most bytes that the tier can hold.
+        source: Where the numbers come from.
+    """
+
+    tier: str
+    sizes_bytes: tuple[int, ...]
+    d2h_s: tuple[float, ...]
+    h2d_s: tuple[float, ...]
+    duplex_d2h_fraction: float
+    duplex_h2d_fraction: float
+    capacity_bytes: int
+    source: Source
+
+    def __post_init__(self) -> None:
+        """Refuse a profile that cannot be interpolated."""
+        if not len(self.sizes_bytes) == len(self.d2h_s) == len(self.h2d_s) >= 2:
+            raise ValueError(f"a link profile needs two or more sizes, got {self.sizes_bytes}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineProfile:
+    """What the planner knows of the machine.
+
+    Attributes:
+        device: Device type and name, as `cpu: Intel(R) Xeon(R)`.
+        torch_version: The torch that the ops were timed with.
+        alignment_bytes: The allocator rounds every size up to a multiple of this.
+        link: The link to the host tier.
+        ops: Cost of every distinct op of the graph, codecs included.
+    """
+
+    device: str
+    torch_version: str
+    alignment_bytes: int
+    link: LinkProfile
+    ops: tuple[OpCost, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What the user asked for.
+
+    Attributes:
+        kind: `memory` bounds everything on the device during the step, parameters included;
+            `activations` bounds the saved activations alone; `slowdown` asks for the least
+            memory within a factor of the time of keeping everything.
+        value: Bytes for the first two kinds, the factor (at least 1) for the last.
+    """
+
+    kind: Literal["memory", "activations", "slowdown"]
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Keep:
+    """Leave the tensor on the device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compress:
+    """Hold the packed form on the device from its last forward use to its first backward use."""
+
+    codec: CodecRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offload:
+    """Move the tensor, packed first if a codec is given, to the host tier and back.
+
+    Attributes:
+        codec: Packs before the copy out and unpacks after the copy back, or None.
+        wait_after: Forward position after which the copy out is waited for, and the device
+            memory freed.
+        reload_before: Backward position before which the copy back is started.
+    """
+
+    codec: CodecRecord | None
+    wait_after: int
+    reload_before: int
+
+
+Action = Keep | Compress | Offload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What happens to one saved tensor, and why."""
+
+    tensor: str
+    action: Action
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotRecord:
+    """Where one offloaded tensor lies in the host arena."""
+
+    tensor: str
+    offset_bytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What one step costs, as the simulator says.
+
+    Attributes:
+        peak_bytes: Most bytes on the device at once, the caller's own tensors included.
+        step_peak_bytes: The same without what the caller holds before the step begins.
+        saved_peak_bytes: Most bytes of saved activations on the device at once.
+        step_s: Time of forward and backward.
+        exposed_s: The part of it that waits for a copy.
+        codec_s: The part of it that packs and unpacks.
+        offloaded_bytes: Bytes that cross the link, each way.
+    """
+
+    peak_bytes: int
+    step_peak_bytes: int
+    saved_peak_bytes: int
+    step_s: float
+    exposed_s: float
+    codec_s: float
+    offloaded_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What a real run showed, to be laid beside the prediction."""
+
+    step_peak_bytes: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What happens to every saved activation of one graph on one machine.
+
+    Attributes:
+        graph: The graph that was planned.
+        machine: The measurements that it was planned with.
+        budget: What was asked for.
+        planner: The planner that answered.
+        summary: The answer in a sentence.
+        decisions: One for each saved tensor, in order of birth.
+        slots: Layout of the host arena.
+        host_bytes: Size of the host arena of one step.
+        baseline: The cost of keeping everything.
+        predicted: The cost of this plan.
+        measured: What a run of this plan showed, if one was measured.
+        schema_version: Version of this record's form.
+    """
+
+    graph: GraphRecord
+    machine: MachineProfile
+    budget: Budget
+    planner: str
+    summary: str
+    decisions: tuple[Decision, ...]
+    slots: tuple[SlotRecord, ...]
+    host_bytes: int
+    baseline: Prediction
+    predicted: Prediction
+    measured: Measured | None = None
+    schema_version: str = SCHEMA_VERSION

@@ -1,0 +1,1 @@
+"""Graph in, graph out: capture, describe, rewrite, verify."""

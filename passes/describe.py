@@ -1,0 +1,247 @@
+"""Describe a step as a `GraphRecord`: its ops, its storages, and their live ranges.
+
+A storage that the caller holds (a parameter, an input, an output) is counted but never
+offered to the planner, and says why.  So does a saved storage that cannot be moved and
+rebuilt exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from backhaul.errors import InternalError
+from backhaul.passes.codec_choice import codec_for
+from backhaul.passes.op_calls import call_of
+from backhaul.passes.step_graphs import StepGraphs, Storages, is_alias_op, tensors_of
+from backhaul.passes.torch_compat import storage_id
+from backhaul.records import CodecRecord, GraphRecord, OpRecord, Role, TensorRecord
+from backhaul.runtime.measure_ops import OpCall
+
+__all__ = ["Description", "describe", "module_of", "step_device", "view_chain"]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A step's record, and the calls whose costs a planner will ask for."""
+
+    record: GraphRecord
+    calls: tuple[OpCall, ...]
+
+
+def describe(step: StepGraphs) -> Description:
+    """Describe the step that keeps everything."""
+    survey = _Survey(step)
+    calls = [call_of(node, survey.storages_of(node)) for node in survey.ops]
+    tensors, codec_calls = survey.tensors()
+    record = GraphRecord(
+        fingerprint=_fingerprint(step),
+        ops=tuple(
+            OpRecord(
+                name=node.name,
+                target=_target_name(node),
+                module=module_of(node),
+                cost_key=call.key if call else "",
+            )
+            for node, call in zip(survey.ops, calls, strict=True)
+        ),
+        forward_count=step.forward_count,
+        tensors=tensors,
+    )
+    return Description(record, tuple(call for call in calls if call) + codec_calls)
+
+
+def module_of(node: fx.Node) -> str:
+    """Return the path of the module that a node comes from, empty for the root."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    path = re.sub(r"^L\['\w+'\]\.?", "", path)
+    return re.sub(r"\._modules\['([^']*)'\]", r".\1", path).lstrip(".")
+
+
+def view_chain(view: fx.Node, base: fx.Node, storages: Storages, key: int) -> list[fx.Node] | None:
+    """List the nodes that make a view from its base, or None if they need more than the base."""
+    chain: list[fx.Node] = []
+    node = view
+    while node is not base:
+        sources = node.all_input_nodes
+        if len(sources) != 1 or key not in storages.ids.get(sources[0], ()):
+            return None
+        chain.append(node)
+        node = sources[0]
+    return chain[::-1]
+
+
+class _Survey:
+    """Positions and holders of everything in the two graphs."""
+
+    def __init__(self, step: StepGraphs) -> None:
+        self._step = step
+        self._forward = Storages.of(step.forward)
+        self._backward = Storages.of(step.backward)
+        self.ops = step.ops()
+        self._position = {node: position for position, node in enumerate(self.ops)}
+        self._backward_start = step.forward_count
+        self._device = step_device(step)
+        self._inputs = self._held_by(_nodes(step.forward, "placeholder", "get_attr"))
+        self._outputs = self._held_by(step.outputs)
+        self._saved = self._held_by(step.saved)
+        self._tangents = self._held_by(step.tangents)
+        self._gradients = self._held_by(step.backward.graph.output_node().args[0])
+        self._constants = self._held_by(_nodes(step.backward, "get_attr"))
+
+    def storages_of(self, node: fx.Node) -> Storages:
+        return self._forward if node.graph is self._step.forward.graph else self._backward
+
+    def tensors(self) -> tuple[tuple[TensorRecord, ...], tuple[OpCall, ...]]:
+        """Describe every storage, in order of birth, and the codec calls of the saved ones."""
+        records: list[TensorRecord] = []
+        codec_calls: list[OpCall] = []
+        for key in dict.fromkeys((*self._forward.holders, *self._backward.holders)):
+            record, calls = self._tensor(key)
+            records.append(record)
+            codec_calls += calls
+        return tuple(sorted(records, key=lambda record: record.born)), tuple(codec_calls)
+
+    def _tensor(self, key: int) -> tuple[TensorRecord, tuple[OpCall, ...]]:
+        forward_holders = self._forward.holders.get(key, [])
+        backward_holders = self._backward.holders.get(key, [])
+        storages = self._forward if forward_holders else self._backward
+        base = storages.base(key)
+        role = self._role(key)
+        backward_uses = [self._position[node] for node in self._readers(backward_holders)]
+        codec, calls = self._codec(base, key) if role == "saved" else (None, ())
+        record = TensorRecord(
+            name=base.name,
+            module=module_of(base),
+            target=_target_name(base),
+            shape=tuple(next(tensors_of(base)).shape),
+            dtype=str(next(tensors_of(base)).dtype).removeprefix("torch."),
+            nbytes=_nbytes(base, key),
+            role=role,
+            born=self._born(storages.holders[key][0], role),
+            dies=self._dies(role, forward_holders, backward_holders),
+            last_forward_use=max(self._touched(forward_holders), default=-1),
+            first_backward_use=min(backward_uses, default=-1),
+            codecs=(codec,) if codec else (),
+            pinned_because=self._pinned_because(base, key, role, bool(backward_uses)),
+        )
+        return record, calls
+
+    def _role(self, key: int) -> Role:
+        roles: tuple[tuple[set[int], Role], ...] = (
+            (self._inputs | self._constants, "input"),
+            (self._outputs, "output"),
+            (self._saved, "saved"),
+            (self._tangents, "tangent"),
+            (self._gradients, "gradient"),
+        )
+        return next((role for keys, role in roles if key in keys), "temporary")
+
+    def _born(self, first_holder: fx.Node, role: Role) -> int:
+        if role == "tangent":
+            return self._backward_start
+        return self._position.get(first_holder, -1)
+
+    def _dies(
+        self, role: Role, forward_holders: list[fx.Node], backward_holders: list[fx.Node]
+    ) -> int:
+        if role in ("input", "output", "gradient"):
+            return len(self.ops)
+        touched = [*self._touched(forward_holders), *self._touched(backward_holders)]
+        return max(touched, default=self._backward_start)
+
+    def _touched(self, holders: list[fx.Node]) -> Iterator[int]:
+        """Yield the positions of the ops that make, view or read a storage."""
+        for node in (*holders, *self._readers(holders)):
+            if node in self._position:
+                yield self._position[node]
+
+    def _readers(self, holders: list[fx.Node]) -> list[fx.Node]:
+        return [user for node in holders for user in node.users if user.op != "output"]
+
+    def _codec(self, base: fx.Node, key: int) -> tuple[CodecRecord | None, tuple[OpCall, ...]]:
+        if not isinstance(base.meta["val"], torch.Tensor):
+            return None, ()
+        readers = [
+            (user, holder)
+            for holder in self._backward.holders.get(key, [])
+            for user in holder.users
+            if user.op != "output" and not is_alias_op(user, self._backward)
+        ]
+        found = codec_for(base, readers)
+        return (None, ()) if found is None else (found[0], found[1:])
+
+    def _pinned_because(self, base: fx.Node, key: int, role: Role, is_read: bool) -> str:
+        if role == "input" and is_read:
+            return "the caller holds it: a parameter, buffer or input"
+        if role == "output" and is_read:
+            return "the caller holds it: an output of the model"
+        if role != "saved":
+            return ""
+        value = base.meta["val"]
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return f"{_target_name(base)} makes no plain strided tensor"
+        if base not in self._position:
+            return "no op of the forward makes it"
+        if value.device != self._device:
+            return f"it lies on {value.device}, not on {self._device}"
+        for view in self._step.saved:
+            if key in self._forward.ids.get(view, ()):
+                if view_chain(view, base, self._forward, key) is None:
+                    return f"its view {view.name} is made from more than the storage itself"
+        return ""
+
+    def _held_by(self, nodes: Iterable[fx.Node]) -> set[int]:
+        keys: set[int] = set()
+        for node in nodes:
+            if isinstance(node, fx.Node):
+                keys.update(self.storages_of(node).ids.get(node, ()))
+        return keys
+
+
+def step_device(step: StepGraphs) -> torch.device:
+    """Return the device that most saved bytes lie on, the CPU if nothing is saved."""
+    bytes_by_device: dict[torch.device, int] = {}
+    for node in step.saved:
+        for value in tensors_of(node):
+            nbytes = int(value.untyped_storage().nbytes())
+            bytes_by_device[value.device] = bytes_by_device.get(value.device, 0) + nbytes
+    return max(bytes_by_device, key=bytes_by_device.__getitem__, default=torch.device("cpu"))
+
+
+def _nodes(gm: fx.GraphModule, *ops: str) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.op in ops]
+
+
+def _nbytes(base: fx.Node, key: int) -> int:
+    for value in tensors_of(base):
+        if storage_id(value) == key:
+            return int(value.untyped_storage().nbytes())
+    raise InternalError(f"node {base.name} does not hold the storage it is named for")
+
+
+def _target_name(node: fx.Node) -> str:
+    target = node.target
+    return str(target) if isinstance(target, (str, torch._ops.OpOverload)) else target.__name__
+
+
+def _fingerprint(step: StepGraphs) -> str:
+    digest = hashlib.sha256()
+    for gm in (step.forward, step.backward):
+        index = {node: i for i, node in enumerate(gm.graph.nodes)}
+        for node in gm.graph.nodes:
+            args = fx.map_arg((node.args, node.kwargs), lambda arg, index=index: f"%{index[arg]}")
+            geometry = [
+                (tuple(value.size()), tuple(value.stride()), str(value.dtype), value.device.type)
+                for value in tensors_of(node)
+            ]
+            digest.update(repr((node.op, _target_name(node), args, geometry)).encode())
+    return digest.hexdigest()

@@ -1,0 +1,62 @@
+"""Define the codecs as ops, so that a rewritten graph shows them as nodes.
+
+Each op stands with its kernel and its fake.  A kernel reads its input in memory order, so an
+op must be given the strides that it was traced with: `needs_exact_strides` says so to
+compilers that change layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.library import Library
+
+from backhaul.runtime import codecs
+
+__all__: list[str] = []
+
+_CODEC_OPS: tuple[tuple[str, Callable[..., torch.Tensor], Callable[..., torch.Tensor]], ...] = (
+    (
+        "pack_bits(Tensor x) -> Tensor",
+        codecs.pack_bits,
+        codecs.fake_pack_bits,
+    ),
+    (
+        "unpack_bits(Tensor packed, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor",
+        codecs.unpack_bits,
+        codecs.fake_unpack_bits,
+    ),
+    (
+        "pack_pool_offsets(Tensor indices, SymInt[] input_size, int[] kernel, int[] stride, "
+        "int[] padding, int[] dilation) -> Tensor",
+        codecs.pack_pool_offsets,
+        codecs.fake_pack_pool_offsets,
+    ),
+    (
+        "unpack_pool_offsets(Tensor packed, SymInt[] size, SymInt[] tensor_stride, "
+        "SymInt[] input_size, int[] kernel, int[] stride, int[] padding, int[] dilation) "
+        "-> Tensor",
+        codecs.unpack_pool_offsets,
+        codecs.fake_unpack_pool_offsets,
+    ),
+    (
+        "narrow_integers(Tensor x, ScalarType dtype) -> Tensor",
+        codecs.narrow,
+        codecs.fake_narrow,
+    ),
+    (
+        "widen_integers(Tensor packed, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor",
+        codecs.widen,
+        codecs.fake_widen,
+    ),
+)
+
+# Held for the life of the process: the ops vanish with it.
+_LIBRARY = Library("backhaul", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch gives no types
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+
+for _schema, _kernel, _fake in _CODEC_OPS:
+    _name = _LIBRARY.define(_schema, tags=_TAGS)  # type: ignore[no-untyped-call]
+    _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"backhaul::{_name}", _fake, lib=_LIBRARY)

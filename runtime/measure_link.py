@@ -1,0 +1,139 @@
+"""Measures how fast a link moves bytes, each way alone and both at once.
+
+Copies are timed from their start until the compute stream is past their wait.  A new arena is
+slow to write for the first time, as the system finds its pages then; a training run sees that
+once, so that every byte is written once before anything is timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from backhaul.records import LinkProfile
+from backhaul.runtime.links import Arena, Link
+
+__all__ = ["measure_link"]
+
+SIZES_BYTES = (64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
+REPEAT_COUNT = 5
+# Copies of the same size each that keep one direction busy while the other is timed.
+OPPOSING_COUNT = 2
+
+
+def measure_link(
+    link: Link,
+    device: torch.device,
+    *,
+    sizes_bytes: Sequence[int] = SIZES_BYTES,
+    repeat_count: int = REPEAT_COUNT,
+) -> LinkProfile:
+    """Time copies of several sizes on one link.
+
+    Args:
+        link: An open link.
+        device: The device at its near end.
+        sizes_bytes: Copy sizes, two or more; both directions at once are timed at the largest.
+        repeat_count: How often each copy is timed; the median counts.
+
+    Returns:
+        The measured profile.
+
+    Raises:
+        TransferError: The host tier cannot hold twice the largest size, or a copy failed.
+    """
+    sizes = tuple(sorted(sizes_bytes))
+    capacity_bytes = link.capacity_bytes
+    bench = _Bench(link.reserve(2 * sizes[-1]), device, sizes)
+    try:
+        bench.warm_up()
+        d2h_s = tuple(_median_s(bench.time_offload, size, repeat_count) for size in sizes)
+        h2d_s = tuple(_median_s(bench.time_reload, size, repeat_count) for size in sizes)
+        busy_d2h_s = _median_s(bench.time_offload_while_reloading, sizes[-1], repeat_count)
+        busy_h2d_s = _median_s(bench.time_reload_while_offloading, sizes[-1], repeat_count)
+    finally:
+        bench.arena.release()
+    return LinkProfile(
+        tier=link.tier,
+        sizes_bytes=sizes,
+        d2h_s=d2h_s,
+        h2d_s=h2d_s,
+        duplex_d2h_fraction=min(1.0, d2h_s[-1] / busy_d2h_s),
+        duplex_h2d_fraction=min(1.0, h2d_s[-1] / busy_h2d_s),
+        capacity_bytes=capacity_bytes,
+        source="measured",
+    )
+
+
+class _Bench:
+    """Two slots of one arena, one for each direction, and tensors of each size at the near end."""
+
+    def __init__(self, arena: Arena, device: torch.device, sizes_bytes: tuple[int, ...]) -> None:
+        self.arena = arena
+        self._device = device
+        self._largest_bytes = sizes_bytes[-1]
+        self._out_offset, self._back_offset = 0, self._largest_bytes
+        # Random, as a file system may compress what it stores.
+        self._source_by_nbytes = {
+            nbytes: torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
+            for nbytes in sizes_bytes
+        }
+        self._destination_by_nbytes = {
+            nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes_bytes
+        }
+
+    def warm_up(self) -> None:
+        """Write both slots and read them."""
+        for offset in (self._out_offset, self._back_offset):
+            self.arena.start_offload(offset, self._source_by_nbytes[self._largest_bytes])
+            self.arena.wait_offload(offset)
+        destination = self._destination_by_nbytes[self._largest_bytes]
+        self.arena.start_reload(self._back_offset, destination)
+        self.arena.wait_reload(self._back_offset)
+        self._finish_compute()
+
+    def time_offload(self, nbytes: int) -> float:
+        """Time one copy out."""
+        self._finish_compute()
+        begin_s = time.perf_counter()
+        self.arena.start_offload(self._out_offset, self._source_by_nbytes[nbytes])
+        self.arena.wait_offload(self._out_offset)
+        self._finish_compute()
+        return time.perf_counter() - begin_s
+
+    def time_reload(self, nbytes: int) -> float:
+        """Time one copy back."""
+        self._finish_compute()
+        begin_s = time.perf_counter()
+        self.arena.start_reload(self._back_offset, self._destination_by_nbytes[nbytes])
+        self.arena.wait_reload(self._back_offset)
+        self._finish_compute()
+        return time.perf_counter() - begin_s
+
+    def time_offload_while_reloading(self, nbytes: int) -> float:
+        """Time one copy out while copies back keep their direction busy."""
+        for _ in range(OPPOSING_COUNT):
+            self.arena.start_reload(self._back_offset, self._destination_by_nbytes[nbytes])
+        duration_s = self.time_offload(nbytes)
+        self.arena.wait_reload(self._back_offset)
+        return duration_s
+
+    def time_reload_while_offloading(self, nbytes: int) -> float:
+        """Time one copy back while copies out keep their direction busy."""
+        for _ in range(OPPOSING_COUNT):
+            self.arena.start_offload(self._out_offset, self._source_by_nbytes[nbytes])
+        duration_s = self.time_reload(nbytes)
+        self.arena.wait_offload(self._out_offset)
+        return duration_s
+
+    def _finish_compute(self) -> None:
+        """Let the host wait for the compute stream, and for no transfer stream."""
+        if self._device.type != "cpu":
+            torch.accelerator.current_stream(self._device).synchronize()
+
+
+def _median_s(measure: Callable[[int], float], nbytes: int, repeat_count: int) -> float:
+    return statistics.median(measure(nbytes) for _ in range(repeat_count))

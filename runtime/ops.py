@@ -1,0 +1,164 @@
+"""The graph ops, each with its fake kernel beside it.
+
+They are two-node asynchronous: a start and a wait.  A handle is a row of the step's token, see
+`runtime.session`, so that data edges alone keep the step alive and the order right:
+
+    token = begin_step(session, slot_count)
+    h = offload(x, token, slot)
+    h = offload_wait(h, x)
+    y = reload(h, size, stride, storage_offset, storage_nbytes, dtype, device)
+    y = reload_wait(y, h)
+
+An op moves the whole storage under its tensor, whatever view of it that is.  No op frees
+anything: `x` dies after `offload_wait` by its last reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+
+from backhaul.errors import InternalError
+from backhaul.runtime.session import SESSIONS, Session
+
+__all__ = ["NAMESPACE"]
+
+NAMESPACE = "backhaul"
+
+# Holds the registrations: they go when it goes.
+_LIBRARY = Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]  # torch gives no types
+
+
+def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    name = schema.partition("(")[0]
+    # A replayed CUDA graph would skip the work that a kernel does on the host.
+    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+    _LIBRARY.define(schema, tags=tags)  # type: ignore[no-untyped-call]  # torch gives no types
+    # One kernel for every backend: a handle lies on the CPU whatever the device of the rest,
+    # and `begin_step` has no tensor to choose a backend by.
+    _LIBRARY.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    register_fake(f"{NAMESPACE}::{name}", fake, lib=_LIBRARY)
+
+
+def _begin_step(session: int, slot_count: int) -> Tensor:
+    found = SESSIONS.find(session)
+    if len(found.slots) != slot_count:
+        raise InternalError(
+            f"a graph of {slot_count} slots runs with session {session} of {len(found.slots)}"
+        )
+    return found.begin_step()
+
+
+def _fake_begin_step(session: int, slot_count: int) -> Tensor:
+    return torch.empty((max(1, slot_count), 3), dtype=torch.int64, device="cpu")
+
+
+_define("begin_step(int session, int slot_count) -> Tensor", _begin_step, _fake_begin_step)
+
+
+def _offload(x: Tensor, token: Tensor, slot: int) -> Tensor:
+    handle = token.select(0, slot)
+    session, step_id, index = _open_handle(handle)
+    session.start_offload(step_id, index, _bytes_of(x))
+    return handle
+
+
+def _fake_offload(x: Tensor, token: Tensor, slot: int) -> Tensor:
+    return token.select(0, slot)
+
+
+_define("offload(Tensor x, Tensor(a) token, int slot) -> Tensor(a)", _offload, _fake_offload)
+
+
+def _offload_wait(handle: Tensor, keepalive: Tensor) -> Tensor:
+    session, step_id, index = _open_handle(handle)
+    session.wait_offload(step_id, index)
+    return _alias(handle)
+
+
+def _fake_offload_wait(handle: Tensor, keepalive: Tensor) -> Tensor:
+    return _alias(handle)
+
+
+_define(
+    "offload_wait(Tensor(a) handle, Tensor keepalive) -> Tensor(a)",
+    _offload_wait,
+    _fake_offload_wait,
+)
+
+
+def _reload(
+    handle: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int,
+    storage_nbytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    session, step_id, index = _open_handle(handle)
+    y = _fake_reload(handle, size, stride, storage_offset, storage_nbytes, dtype, device)
+    session.start_reload(step_id, index, _bytes_of(y))
+    return y
+
+
+def _fake_reload(
+    handle: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int,
+    storage_nbytes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    storage = torch.empty(storage_nbytes, dtype=torch.uint8, device=device).untyped_storage()
+    y = torch.empty(0, dtype=dtype, device=device)
+    # No `as_strided`: a storage need not be a whole number of elements.
+    return y.set_(storage, storage_offset, size, stride)
+
+
+_define(
+    "reload(Tensor handle, SymInt[] size, SymInt[] stride, SymInt storage_offset, "
+    "SymInt storage_nbytes, ScalarType dtype, Device device) -> Tensor",
+    _reload,
+    _fake_reload,
+)
+
+
+def _reload_wait(reloaded: Tensor, handle: Tensor) -> Tensor:
+    session, step_id, index = _open_handle(handle)
+    session.wait_reload(step_id, index)
+    return _alias(reloaded)
+
+
+def _fake_reload_wait(reloaded: Tensor, handle: Tensor) -> Tensor:
+    return _alias(reloaded)
+
+
+_define(
+    "reload_wait(Tensor(a) reloaded, Tensor handle) -> Tensor(a)", _reload_wait, _fake_reload_wait
+)
+
+
+def _open_handle(handle: Tensor) -> tuple[Session, int, int]:
+    session_id, step_id, index = handle.tolist()
+    return SESSIONS.find(session_id), step_id, index
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    # Not `view_as`, which changes the strides of dimensions of size one.
+    alias: Tensor = torch.ops.aten.alias.default(tensor)
+    return alias
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """View the whole storage under a tensor as 1-D uint8."""
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+# Codec ops.  Each packs or unpacks one tensor.

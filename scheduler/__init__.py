@@ -1,0 +1,1 @@
+"""Choose: cost model, schedule, simulator and planners, over records alone."""
