@@ -8,8 +8,14 @@ indices into `GraphRecord.ops`, forward first.
 
 from __future__ import annotations
 
+import json
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
+
+from backhaul.errors import PlanError
+from backhaul.serial import SerialError, from_json, to_json
 
 __all__ = [
     "Action",
@@ -333,3 +339,39 @@ class Plan:
     predicted: Prediction
     measured: Measured | None = None
     schema_version: str = SCHEMA_VERSION
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as JSON; the same plan gives the same bytes.
+
+        Args:
+            path: The file to write, replaced if it exists.
+        """
+        text = json.dumps(to_json(self), indent=1, sort_keys=True, allow_nan=False)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read a plan that `save` wrote.
+
+        Args:
+            path: The file to read.
+
+        Raises:
+            PlanError: The file is no plan, is damaged, or has a newer major schema version.
+            OSError: The file cannot be read.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            version = data["schema_version"]
+            major = int(version.split(".")[0])
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise PlanError(f"{os.fspath(path)} is no plan file: {error!r}") from error
+        if major != int(SCHEMA_VERSION.split(".")[0]):
+            raise PlanError(
+                f"{os.fspath(path)} has schema version {version}, this release reads "
+                f"{SCHEMA_VERSION}; use the release that wrote it, or plan again"
+            )
+        try:
+            return from_json(Plan, data)
+        except SerialError as error:
+            raise PlanError(f"{os.fspath(path)} is a damaged plan file: {error}") from error

@@ -18,23 +18,20 @@ just before their first use.  The order of nodes is the schedule that was simula
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from backhaul.errors import InternalError
-from backhaul.passes.describe import module_of, view_chain
+from backhaul.passes.describe import view_chain
 from backhaul.passes.step_graphs import StepGraphs, Storages
 from backhaul.passes.torch_compat import fake_mode_of, storage_id
-from backhaul.records import CodecRecord, Decision, Keep, Offload, Plan
+from backhaul.records import CodecRecord, Keep, Plan
 from backhaul.runtime import codec_ops, ops  # noqa: F401  # registers the ops that nodes call
 from backhaul.scheduler.schedule import Event, events
 
 __all__ = ["insert_plan"]
-
-Emit = Callable[..., fx.Node]
 
 
 def insert_plan(step: StepGraphs, plan: Plan, session_id: int) -> StepGraphs:
@@ -57,80 +54,211 @@ def insert_plan(step: StepGraphs, plan: Plan, session_id: int) -> StepGraphs:
 
 
 class _Writer:
-    """Copies of the two graphs, and the handle of every tensor that left its place."""
+    """Copies of the two graphs, and where each moved tensor is at this point of the step."""
 
     def __init__(self, step: StepGraphs, plan: Plan, session_id: int) -> None:
         self._step = StepGraphs(_copied(step.forward), _copied(step.backward), step.output_count)
-        self._decision = {decision.tensor: decision for decision in plan.decisions}
+        self._decision = {
+            decision.tensor: decision
+            for decision in plan.decisions
+            if not isinstance(decision.action, Keep)
+        }
         self._slot = {slot.tensor: index for index, slot in enumerate(plan.slots)}
         self._ops = self._step.ops()
-        self._forward_count = self._step.forward_count
-        self._forward = Storages.of(self._step.forward)
+        self._storages = Storages.of(self._step.forward)
         self._fake_mode = fake_mode_of(self._step.forward)
-        self._base = {node.name: node for node in self._ops[: self._forward_count]}
-        self._saved = self._step.saved
-        self._received = self._step.received
-        self._carried: dict[str, fx.Node] = {}
-        self._reloaded: dict[str, fx.Node] = {}
-        self._cursor: fx.Node | None = None
-        self._token = self._begin_step(session_id, len(plan.slots)) if plan.slots else None
+        self._base = self._find_bases()
+        self._group = self._group_saved()
+        self._carried = dict(self._base)
+        self._source: dict[str, fx.Node] = {}
+        self._arrived: dict[str, fx.Node] = {}
+        self._placeholder: dict[str, fx.Node] = {}
+        self._cursor = self._ops[0]
+        self._token: fx.Node | None = None
+        if plan.slots:
+            with self._step.forward.graph.inserting_before(self._ops[0]):
+                args = (session_id, len(plan.slots))
+                self._token = self._call(
+                    self._step.forward, torch.ops.backhaul.begin_step.default, args
+                )
 
     def write(self, event: Event) -> None:
+        """Insert the node of one event, where the schedule has come to."""
         if event.kind == "run":
             self._cursor = self._ops[event.position]
-            return
-        emit = self._after if event.kind in _FORWARD_KINDS else self._before(event.position)
-        decision = self._decision[event.tensor]
-        base = self._base.get(event.tensor)
-        if base is None:
-            raise InternalError(f"the plan moves {event.tensor}, which the forward does not make")
-        codec = None if isinstance(decision.action, Keep) else decision.action.codec
-        carried = self._carried.get(event.tensor, base)
-        target = torch.ops.backhaul
-        match event.kind:
-            case "pack":
-                assert codec is not None
-                self._carried[event.tensor] = emit(*_packing(codec, base), decision=decision)
-            case "offload":
-                slot = self._slot[event.tensor]
-                args = (carried, self._token, slot)
-                handle = emit(target.offload.default, args, decision=decision)
-                handle.meta["offloads"] = carried
-                self._carried[event.tensor] = handle
-            case "offload_wait":
-                args = (carried, carried.meta["offloads"])
-                handle = emit(target.offload_wait.default, args, decision=decision)
-                self._carried[event.tensor] = handle
-            case "reload":
-                source = self._moved(decision, base)
-                args = (self._placeholder(event.tensor), *_geometry(source))
-                self._reloaded[event.tensor] = emit(
-                    target.reload.default, args, decision=decision
-                )
-            case "reload_wait":
-                args = (self._reloaded[event.tensor], self._placeholder(event.tensor))
-                node = emit(target.reload_wait.default, args, decision=decision)
-                self._reloaded[event.tensor] = node
-                if codec is None:
-                    self._replay_views(base, node, emit, decision)
-            case "unpack":
-                assert codec is not None
-                packed = self._reloaded.get(event.tensor) or self._placeholder(event.tensor)
-                node = emit(*_unpacking(codec, base, packed), decision=decision)
-                self._replay_views(base, node, emit, decision)
+        elif event.kind in ("pack", "offload", "offload_wait"):
+            self._write_forward(event)
+        else:
+            self._write_backward(event)
 
     def finished(self) -> StepGraphs:
-        """Hand over what was moved in place of what was saved, and drop what is left over."""
+        """Hand over what was moved in place of what was saved."""
         output = self._step.forward.graph.output_node()
-        results = list(output.args[0])
-        results = results[: self._step.output_count]
-        for node in self._saved:
-            name = self._moved_name(node)
-            if name is None:
-                results.append(node)
-            elif self._carried.get(name) is not None:
-                results.append(self._carried.pop(name))
-        return self._finish(output, results)
+        replaced = {saved: name for name, pairs in self._group.items() for saved, _ in pairs}
+        results, descriptions = [], []
+        for result, description in zip(
+            output.args[0], output.meta.get("desc", [None] * len(output.args[0])), strict=True
+        ):
+            is_saved = len(results) >= self._step.output_count
+            name = replaced.get(result) if is_saved else None
+            if name is not None:
+                result = self._carried.pop(name, None)
+            if not is_saved or result is not None:
+                results.append(result)
+                descriptions.append(description)
+        output.args = (tuple(results),)
+        if "desc" in output.meta:
+            output.meta["desc"] = descriptions
+        for pairs in self._group.values():
+            for _, received in pairs:
+                self._step.backward.graph.erase_node(received)
+        for gm in (self._step.forward, self._step.backward):
+            gm.graph.lint()
+            gm.recompile()
+        return self._step
+
+    def _write_forward(self, event: Event) -> None:
+        name, ops = event.tensor, torch.ops.backhaul
+        with self._step.forward.graph.inserting_after(self._cursor):
+            match event.kind:
+                case "pack":
+                    target, args = _packing(self._codec(name), self._base[name])
+                case "offload":
+                    self._source[name] = self._carried[name]
+                    target = ops.offload.default
+                    args = (self._source[name], self._token, self._slot[name])
+                case _:
+                    target = ops.offload_wait.default
+                    args = (self._carried[name], self._source[name])
+            self._cursor = self._call(self._step.forward, target, args, name)
+        self._carried[name] = self._cursor
+
+    def _write_backward(self, event: Event) -> None:
+        name, ops = event.tensor, torch.ops.backhaul
+        carried = self._received(name)
+        with self._step.backward.graph.inserting_before(self._ops[event.position]):
+            match event.kind:
+                case "reload":
+                    target, args = ops.reload.default, (carried, *_geometry(self._source[name]))
+                case "reload_wait":
+                    target, args = ops.reload_wait.default, (self._arrived[name], carried)
+                case _:
+                    packed = self._arrived.get(name, carried)
+                    target, args = _unpacking(self._codec(name), packed)
+            self._arrived[name] = self._call(self._step.backward, target, args, name)
+            is_whole = event.kind == "unpack" or self._decision[name].action.codec is None
+            if is_whole and event.kind != "reload":
+                self._replay_views(name)
+
+    def _received(self, name: str) -> fx.Node:
+        """Return the backward's placeholder for what the forward hands over."""
+        if name not in self._placeholder:
+            carried = self._carried[name]
+            first = self._group[name][0][1]
+            with self._step.backward.graph.inserting_before(first):
+                placeholder = self._step.backward.graph.placeholder(carried.name)
+            placeholder.meta = {**first.meta, **carried.meta}
+            self._placeholder[name] = placeholder
+        return self._placeholder[name]
+
+    def _replay_views(self, name: str) -> None:
+        base, arrived = self._base[name], self._arrived[name]
+        key = storage_id(base.meta["val"])
+        for saved, received in self._group[name]:
+            chain = view_chain(saved, base, self._storages, key)
+            if chain is None:
+                raise InternalError(f"{saved.name} cannot be replayed on {name}")
+            node = arrived
+            for view in chain:
+                args = fx.map_arg(view.args, lambda _, node=node: node)
+                node = self._call(self._step.backward, view.target, args, name, view.kwargs)
+            received.replace_all_uses_with(node)
+
+    def _call(
+        self, gm: fx.GraphModule, target: Any, args: Any, name: str = "", kwargs: Any = None
+    ) -> fx.Node:
+        """Insert one call with everything that a node must carry."""
+        node = gm.graph.call_function(target, args, dict(kwargs or {}))
+        fake_args = fx.map_arg(args, lambda arg: arg.meta["val"])
+        with self._fake_mode:
+            node.meta["val"] = target(*fake_args, **node.kwargs)
+        if name:
+            base = self._base[name]
+            node.meta["backhaul"] = self._decision[name]
+            for key in ("nn_module_stack", "stack_trace"):
+                if key in base.meta:
+                    node.meta[key] = base.meta[key]
+        return node
+
+    def _codec(self, name: str) -> CodecRecord:
+        codec = self._decision[name].action.codec
+        if codec is None:
+            raise InternalError(f"the plan packs {name} without a codec")
+        return codec
+
+    def _find_bases(self) -> dict[str, fx.Node]:
+        made = {node.name: node for node in self._ops[: self._step.forward_count]}
+        missing = sorted(set(self._decision) - set(made))
+        if missing:
+            raise InternalError(f"the plan moves {missing[0]}, which no op of the forward makes")
+        return {name: made[name] for name in self._decision}
+
+    def _group_saved(self) -> dict[str, list[tuple[fx.Node, fx.Node]]]:
+        """Pair what is saved with what is received, by the storage that is moved."""
+        name_by_key = {storage_id(node.meta["val"]): name for name, node in self._base.items()}
+        groups: dict[str, list[tuple[fx.Node, fx.Node]]] = {}
+        for saved, received in zip(self._step.saved, self._step.received, strict=True):
+            for key in self._storages.ids.get(saved, ()):
+                if key in name_by_key:
+                    groups.setdefault(name_by_key[key], []).append((saved, received))
+        return groups
 
 
-_FORWARD_KINDS = ("pack", "offload", "offload_wait")
+def _packing(codec: CodecRecord, source: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    ops = torch.ops.backhaul
+    match codec.name:
+        case "bits":
+            return ops.pack_bits.default, (source,)
+        case "pool_offsets":
+            _, _, *window = codec.arguments
+            return ops.pack_pool_offsets.default, (source, *map(list, window))
+        case "narrow":
+            return ops.narrow_integers.default, (source, _dtype(codec.arguments[3]))
+
+
+def _unpacking(codec: CodecRecord, packed: fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    ops = torch.ops.backhaul
+    size, stride, *rest = codec.arguments
+    match codec.name:
+        case "bits":
+            args = (packed, list(size), list(stride), _dtype(rest[0]))
+            return ops.unpack_bits.default, args
+        case "pool_offsets":
+            return ops.unpack_pool_offsets.default, (packed, *map(list, codec.arguments))
+        case "narrow":
+            args = (packed, list(size), list(stride), _dtype(rest[0]))
+            return ops.widen_integers.default, args
+
+
+def _geometry(source: fx.Node) -> tuple[Any, ...]:
+    """Return what a reload needs to build the same tensor over a new storage."""
+    value = source.meta["val"]
+    return (
+        list(value.size()),
+        list(value.stride()),
+        int(value.storage_offset()),
+        int(value.untyped_storage().nbytes()),
+        value.dtype,
+        value.device,
+    )
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, str(name))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """Copy the graph; constants and parameters stay shared."""
+    return fx.GraphModule(gm, copy.deepcopy(gm.graph))

@@ -61,6 +61,11 @@ class DiskLink(Link):
         self._is_closed = False
 
     @property
+    def location(self) -> str:
+        """Say which folder the files lie in."""
+        return str(self.folder)
+
+    @property
     def is_memory_backed(self) -> bool:
         """Say whether the folder itself lies in memory, so that offloading saves nothing."""
         return is_memory_backed(self.folder)

@@ -87,6 +87,11 @@ class Link(abc.ABC):
 
     tier: str
 
+    @property
+    def location(self) -> str:
+        """Say where the host tier lies, as a folder; empty if there is but one."""
+        return ""
+
     @abc.abstractmethod
     def reserve(self, nbytes: int) -> Arena:
         """Lend host memory for one step, a released arena's if one is large enough.

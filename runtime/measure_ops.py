@@ -28,7 +28,7 @@ from backhaul.records import OpCost
 from backhaul.runtime.memory import can_measure_peak, measure_peak_bytes
 from backhaul.runtime.op_cache import OpCache, device_name
 
-__all__ = ["OpCache", "OpCall", "TensorSpec", "device_name", "measure_ops"]
+__all__ = ["OpCache", "OpCall", "TensorSpec", "device_name", "measure_ops", "untraced"]
 
 _logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def measure_ops(
     known = {key: cache.get(key) if cache else None for key in call_by_key}
     missing = [call for key, call in call_by_key.items() if known[key] is None]
     if missing:
-        with _untraced(device):
+        with untraced(device):
             measured = _measure_all(missing, device)
         known |= {cost.key: cost for cost in measured}
         if cache:
@@ -117,7 +117,7 @@ def measure_ops(
 
 
 @contextmanager
-def _untraced(device: torch.device) -> Iterator[None]:
+def untraced(device: torch.device) -> Iterator[None]:
     """Run real kernels in the middle of a compilation, and give back the random state."""
     with ExitStack() as stack:
         stack.enter_context(_disable_current_modes())

@@ -1,0 +1,373 @@
+"""The three calls: `optimize` a model, `plan` its memory, `apply` a plan that was saved."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from backhaul.errors import CaptureError
+from backhaul.passes.capture import Capture
+from backhaul.passes.pipeline import Request, Work, run_pipeline
+from backhaul.passes.step_graphs import StepGraphs
+from backhaul.records import Plan
+from backhaul.report import print_report
+from backhaul.runtime.default_link import default_link
+from backhaul.runtime.links import Link
+from backhaul.scheduler.planner import PLANNERS, Planner
+
+__all__ = ["OptimizedModule", "apply", "optimize", "plan"]
+
+_logger = logging.getLogger(__name__)
+
+SampleInput = torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[], Any]
+Bytes = int | float | str | None
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def optimize(
+    model: nn.Module,
+    sample_input: SampleInput,
+    *,
+    memory_budget: Bytes = None,
+    activation_budget: Bytes = None,
+    max_slowdown: float | None = None,
+    lossless: bool = True,
+    planner: str | Planner = "greedy",
+    link: Link | None = None,
+    spill_folder: str | os.PathLike[str] | None = None,
+) -> OptimizedModule:
+    """Return a module that trains as the model does, in less device memory.
+
+    The model itself is left as it was: parameters, buffers, gradients, hooks, modes and the
+    random state.  The returned module shares them all, under the same names.
+
+    Args:
+        model: The model to train.  Its training step must be one graph: see `CaptureError`.
+        sample_input: What the model will be called with: a tensor, a tuple of positional
+            arguments, a mapping of keyword arguments, or a callable that makes one of these.
+        memory_budget: Most bytes on the device during forward and backward, parameters
+            included: an int, a text as `"6 GiB"`, or a float in (0, 1] as a fraction of what
+            keeping everything needs.  None means all that the device has.
+        activation_budget: Most bytes of saved activations on the device, in the same forms.
+        max_slowdown: Instead of a budget: use the least memory with which the step takes at
+            most this many times the time of keeping everything.
+        lossless: Only exact plans exist in this release; False is refused.
+        planner: Name in `PLANNERS`, or a function of graph, machine and budget.
+        link: Moves what is offloaded; by default pinned host memory for an accelerator, and a
+            spill file for a CPU.
+        spill_folder: Where the spill file lies, if the link is the default one.
+
+    Returns:
+        A module that is called and trained as the original.
+
+    Raises:
+        CaptureError: The model or its input cannot be captured.
+        BudgetError: No plan fits the budget; the error holds the smallest that does.
+        TransferError: The host tier cannot be used.
+        ValueError: An option has no meaning.
+    """
+    if not lossless:
+        raise ValueError("lossless=False: this release has no lossy codec; leave it True")
+    request = _request(memory_budget, activation_budget, max_slowdown, planner)
+    return _prepared(model, sample_input, request, link or default_link(model, spill_folder))
+
+
+def plan(model: nn.Module, sample_input: SampleInput, **options: Any) -> Plan:
+    """Plan a model's memory without rewriting it.
+
+    Args:
+        model: The model, left as it was.
+        sample_input: As for `optimize`.
+        **options: As for `optimize`.
+
+    Raises:
+        As `optimize`.
+    """
+    return optimize(model, sample_input, **options).plan
+
+
+def apply(
+    model: nn.Module,
+    sample_input: SampleInput,
+    plan: Plan,
+    *,
+    link: Link | None = None,
+    spill_folder: str | os.PathLike[str] | None = None,
+) -> OptimizedModule:
+    """Apply a plan that was made before, without measuring or planning.
+
+    Args:
+        model: The model that was planned.
+        sample_input: As for `optimize`, of the shapes that were planned.
+        plan: The plan.
+        link: As for `optimize`.
+        spill_folder: As for `optimize`.
+
+    Raises:
+        PlanError: The plan belongs to another graph; the error says what differs.
+        CaptureError: The model or its input cannot be captured.
+    """
+    request = Request(
+        kind=plan.budget.kind,
+        value=plan.budget.value,
+        is_fraction=False,
+        planner=PLANNERS.get(plan.planner, PLANNERS["greedy"]),
+        plan=plan,
+    )
+    return _prepared(model, sample_input, request, link or default_link(model, spill_folder))
+
+
+class OptimizedModule(nn.Module):
+    """A model whose training step runs as planned.
+
+    It shares everything with the model: parameters, buffers and submodules under the same
+    names, attributes, and the training flag.  In `eval()` or under `no_grad` the model itself
+    runs.  An input of a new shape is planned once, when it first comes, and logged.
+    """
+
+    _OWN = frozenset({"_model", "_request", "_link", "_capture", "_parameters", "_buffers"})
+
+    def __init__(self, model: nn.Module, request: Request, link: Link) -> None:
+        super().__init__()
+        own = self.__dict__
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            own[name] = model.__dict__[name]
+        own.pop("training", None)
+        own["_model"] = model
+        own["_request"] = request
+        own["_link"] = link
+        own["_capture"] = Capture(self._rewrite)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model: as planned if it trains, plainly if it does not."""
+        model: nn.Module = self.__dict__["_model"]
+        if not (model.training and torch.is_grad_enabled()):
+            return model(*args, **kwargs)
+        return self._run(self.__dict__["_capture"], args, kwargs)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan for the sample input."""
+        return self._first_work().plan  # type: ignore[return-value]  # set by the pipeline
+
+    @property
+    def plans(self) -> tuple[Plan, ...]:
+        """The plans of every shape that came so far, the sample's first."""
+        return tuple(work.plan for work in self.__dict__["_capture"].works if work.plan)
+
+    @property
+    def forward_graph(self) -> fx.GraphModule:
+        """The rewritten forward for the sample input."""
+        return self._first_work().step.forward
+
+    @property
+    def backward_graph(self) -> fx.GraphModule:
+        """The rewritten backward for the sample input."""
+        return self._first_work().step.backward
+
+    def report(self) -> None:
+        """Print what the plan does, and why, to the terminal."""
+        print_report(self.plan)
+
+    @property
+    def training(self) -> bool:
+        """The model's own flag."""
+        return bool(self.__dict__["_model"].training)
+
+    @training.setter
+    def training(self, mode: bool) -> None:
+        if "_model" in self.__dict__:
+            self.__dict__["_model"].training = mode
+
+    def train(self, mode: bool = True) -> OptimizedModule:
+        """Set the model's mode, as the model itself does it."""
+        self.__dict__["_model"].train(mode)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the model's state, under the model's names."""
+        return self.__dict__["_model"].state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load the model's state."""
+        return self.__dict__["_model"].load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Look up on the model what the wrapper does not have."""
+        if name in ("_model", "_capture") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["_model"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set on the model what is not a property of the wrapper."""
+        if "_model" not in self.__dict__ or isinstance(getattr(type(self), name, None), property):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.__dict__["_model"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """Delete from the model."""
+        delattr(self.__dict__["_model"], name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy the model and its plan; the copy captures its graph when it is first called."""
+        works = self.__dict__["_capture"].works
+        request = self.__dict__["_request"]
+        planned = works[0].plan if works else request.plan
+        return _rebuilt, (self.__dict__["_model"], request, planned)
+
+    def _first_work(self) -> Work:
+        works: list[Work] = self.__dict__["_capture"].works
+        if not works:
+            raise CaptureError("there is no plan yet: call the module once in training mode")
+        return works[0]
+
+    def _run(self, capture: Capture, args: Any, kwargs: Any) -> Any:
+        return capture(self.__dict__["_model"], args, kwargs)
+
+    def _rewrite(self, step: StepGraphs) -> Work:
+        capture: Capture = self.__dict__["_capture"]
+        request: Request = self.__dict__["_request"]
+        is_first = not capture.works
+        if not is_first:
+            request = _without_plan(request)
+        work = run_pipeline(Work(request=request, link=self.__dict__["_link"], step=step))
+        if not is_first and work.plan is not None:
+            _logger.warning(
+                "a new shape or mode of %s was planned: %s",
+                type(self.__dict__["_model"]).__name__,
+                work.plan.summary,
+            )
+        return work
+
+
+def _prepared(
+    model: nn.Module, sample_input: SampleInput, request: Request, link: Link
+) -> OptimizedModule:
+    """Make the module and capture its step for the sample, leaving no trace in the model."""
+    module = OptimizedModule(model, request, link)
+    with _same_random_state(model), _training_mode(model), torch.enable_grad():
+        args, kwargs = _arguments(sample_input)
+        module.__dict__["_capture"].prepare(model, args, kwargs)
+    if not module.__dict__["_capture"].works:
+        raise CaptureError(
+            f"no gradient flows through {type(model).__name__}: nothing in it or in its sample "
+            "input requires grad"
+        )
+    return module
+
+
+def _rebuilt(model: nn.Module, request: Request, planned: Plan | None) -> OptimizedModule:
+    from dataclasses import replace
+
+    return OptimizedModule(model, replace(request, plan=planned), default_link(model, None))
+
+
+def _without_plan(request: Request) -> Request:
+    from dataclasses import replace
+
+    return replace(request, plan=None)
+
+
+def _arguments(sample_input: SampleInput) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if callable(sample_input) and not isinstance(sample_input, torch.Tensor):
+        return _arguments(sample_input())
+    if isinstance(sample_input, torch.Tensor):
+        return (sample_input,), {}
+    if isinstance(sample_input, tuple):
+        return sample_input, {}
+    if isinstance(sample_input, Mapping):
+        return (), dict(sample_input)
+    raise CaptureError(
+        f"sample_input is a {type(sample_input).__name__}: give a tensor, a tuple of positional "
+        "arguments, a mapping of keyword arguments, or a callable that makes one of these"
+    )
+
+
+def _request(
+    memory_budget: Bytes,
+    activation_budget: Bytes,
+    max_slowdown: float | None,
+    planner: str | Planner,
+) -> Request:
+    given = [
+        name
+        for name, value in (
+            ("memory_budget", memory_budget),
+            ("activation_budget", activation_budget),
+            ("max_slowdown", max_slowdown),
+        )
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are different questions: give one of them")
+    if isinstance(planner, str):
+        if planner not in PLANNERS:
+            raise ValueError(f"planner={planner!r}: give one of {', '.join(PLANNERS)}")
+        planner = PLANNERS[planner]
+    if max_slowdown is not None:
+        if max_slowdown < 1.0:
+            raise ValueError(f"max_slowdown={max_slowdown}: give a factor of 1.0 or more")
+        return Request(kind="slowdown", value=max_slowdown, is_fraction=False, planner=planner)
+    if activation_budget is not None:
+        value, is_fraction = _parsed_bytes("activation_budget", activation_budget)
+        return Request(
+            kind="activations", value=value, is_fraction=is_fraction, planner=planner
+        )
+    value, is_fraction = _parsed_bytes("memory_budget", memory_budget)
+    return Request(kind="memory", value=value, is_fraction=is_fraction, planner=planner)
+
+
+def _parsed_bytes(name: str, given: Bytes) -> tuple[float | None, bool]:
+    """Read bytes, a text with a unit, or a fraction; say whether it is a fraction."""
+    if given is None:
+        return None, False
+    if isinstance(given, str):
+        match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]+)\s*", given)
+        if match is None or match[2].upper() not in _UNITS or match[1].count(".") > 1:
+            raise ValueError(f'{name}={given!r}: write a number and a unit, as "6 GiB"')
+        return int(float(match[1]) * _UNITS[match[2].upper()]), False
+    if isinstance(given, float):
+        if not 0.0 < given <= 1.0:
+            raise ValueError(f"{name}={given}: a fraction lies in (0, 1]; give bytes as an int")
+        return given, True
+    if isinstance(given, bool) or given <= 0:
+        raise ValueError(f"{name}={given}: give a positive number of bytes")
+    return given, False
+
+
+@contextlib.contextmanager
+def _same_random_state(model: nn.Module) -> Iterator[None]:
+    """Leave the generators of the CPU and of the model's devices as they are."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    by_type: dict[str, list[torch.device]] = {}
+    for device in devices:
+        if device.type not in ("cpu", "meta"):
+            by_type.setdefault(device.type, []).append(device)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        for device_type, found in by_type.items():
+            stack.enter_context(torch.random.fork_rng(found, device_type=device_type))
+        yield
+
+
+@contextlib.contextmanager
+def _training_mode(model: nn.Module) -> Iterator[None]:
+    """Train a model that is in eval mode, and put every flag back."""
+    flags = [(module, module.training) for module in model.modules()]
+    if not model.training:
+        model.train()
+    try:
+        yield
+    finally:
+        for module, flag in flags:
+            module.training = flag

@@ -1,0 +1,169 @@
+"""Capture a module's training step through `torch.compile`, and run what the passes make of it.
+
+Dynamo handles Python: guards, hooks, mutation, aliasing.  AOTAutograd gives the joint graph,
+its stock partition the forward and backward that eager would run, and the pipeline rewrites
+the pair.  One capture serves every shape and mode that the module is called with; each has a
+graph and a plan of its own.
+
+A graph can be captured without being run: the first op that would run raises instead, so
+that parameters, buffers, random state and Python state stay as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from backhaul.errors import BackhaulError, CaptureError
+from backhaul.passes.pipeline import Work
+from backhaul.passes.step_graphs import StepGraphs
+from backhaul.passes.torch_compat import (
+    BackendCompilerFailed,
+    TorchDynamoException,
+    boxed,
+    capture_settings,
+    compile_whole,
+    default_partition,
+    make_backend,
+)
+from backhaul.passes.unused_gradients import UnusedGradients
+
+__all__ = ["Capture"]
+
+Rewrite = Callable[[StepGraphs], Work]
+
+
+class Capture:
+    """One module's compiled step.
+
+    Args:
+        rewrite: Turns a captured step into the one that runs.
+    """
+
+    def __init__(self, rewrite: Rewrite) -> None:
+        self._rewrite = rewrite
+        self._is_dry = False
+        self.works: list[Work] = []
+        self._compiled = compile_whole(_own_copy_of(_call_module), self._backend)
+
+    def __call__(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Any) -> Any:
+        """Run the step on these arguments, capturing it first if it is new.
+
+        Raises:
+            CaptureError: The module or its input cannot be captured as one graph.
+            BackhaulError: Whatever the passes raise for a new graph.
+        """
+        try:
+            with capture_settings():
+                return self._compiled(module, args, kwargs)
+        except BackendCompilerFailed as error:
+            fault = error.inner_exception
+            if isinstance(fault, BackhaulError):
+                raise fault from None
+            raise CaptureError(
+                f"the training graph of {type(module).__name__} cannot be compiled: {fault}"
+            ) from error
+        except TorchDynamoException as error:
+            raise CaptureError(
+                f"{type(module).__name__} cannot be captured as one graph: {error}"
+            ) from error
+
+    def prepare(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Any) -> None:
+        """Capture the step for these arguments without running it; see `__call__`."""
+        self._is_dry = True
+        try:
+            self(module, args, kwargs)
+        except _DryRun:
+            pass
+        finally:
+            self._is_dry = False
+
+    @property
+    def is_dry(self) -> bool:
+        """Say whether graphs are captured and not run."""
+        return self._is_dry
+
+    def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Any:
+        return _CapturedGraph(self, self._rewrite).compile(gm, example_inputs)
+
+
+class _CapturedGraph:
+    """One graph of the module: for one set of shapes, dtypes, flags and hooks."""
+
+    def __init__(self, capture: Capture, rewrite: Rewrite) -> None:
+        self._capture = capture
+        self._rewrite = rewrite
+        self._unused: UnusedGradients | None = None
+
+    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Any:
+        backend = make_backend(self._partition, self._forward, self._backward, self._forward)
+        compiled = backend(gm, example_inputs)
+
+        def run(*args: Any) -> Any:
+            results = compiled(*args)
+            if self._unused is not None:
+                self._unused.watch(results)
+            return results
+
+        return run
+
+    def _partition(
+        self, joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any
+    ) -> tuple[fx.GraphModule, fx.GraphModule]:
+        forward, backward = default_partition(joint, joint_inputs, **kwargs)
+        step = StepGraphs(forward, backward, kwargs["num_fwd_outputs"])
+        _check_static(step)
+        self._unused = UnusedGradients(step)
+        work = self._rewrite(step)
+        self._capture.works.append(work)
+        return work.step.forward, work.step.backward
+
+    def _forward(self, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        call = boxed(gm)
+
+        def run(args: list[Any]) -> Any:
+            if self._capture.is_dry:
+                raise _DryRun
+            return call(args)
+
+        run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd looks for it
+        return run
+
+    def _backward(self, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+        call = boxed(gm)
+
+        def run(args: list[Any]) -> Any:
+            gradients = call(args)
+            return gradients if self._unused is None else self._unused.drop(list(gradients))
+
+        run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd looks for it
+        return run
+
+
+class _DryRun(BaseException):
+    """A captured graph was about to run; no `except Exception` may swallow it."""
+
+
+def _call_module(module: torch.nn.Module, args: Sequence[Any], kwargs: Any) -> Any:
+    return module(*args, **kwargs)
+
+
+def _own_copy_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Copy a function with its code: Dynamo keeps its graphs by code object."""
+    return type(function)(function.__code__.replace(), function.__globals__)  # type: ignore
+
+
+def _check_static(step: StepGraphs) -> None:
+    for node in (*step.received, *step.tangents):
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not all(
+            isinstance(length, int) for length in value.shape
+        ):
+            raise CaptureError(
+                f"the backward needs {node.name}, whose shape depends on data or is symbolic "
+                f"({value}); mark no dimension dynamic, or keep data-dependent shapes out of the "
+                "module"
+            )

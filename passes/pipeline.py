@@ -1,0 +1,193 @@
+"""From a captured step to the step that runs: one list of passes, each with one job.
+
+    describe   what the step is made of, as records
+    measure    what each op, codec and copy costs on this machine
+    choose     what happens to every saved activation
+    insert     the choice, as nodes
+    verify     the rules that keep gradients exact
+
+The pipeline alone times passes and logs them.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from backhaul.errors import PlanError
+from backhaul.passes.describe import Description, describe, step_device
+from backhaul.passes.insert import insert_plan
+from backhaul.passes.step_graphs import StepGraphs
+from backhaul.passes.verify import verify
+from backhaul.records import Budget, GraphRecord, MachineProfile, Plan
+from backhaul.runtime.device import allocator_alignment_bytes, capacity_bytes
+from backhaul.runtime.links import Link
+from backhaul.runtime.measure_link import measure_link
+from backhaul.runtime.measure_ops import OpCache, device_name, measure_ops
+from backhaul.runtime.session import Session
+from backhaul.scheduler.planner import Planner
+from backhaul.scheduler.simulator import simulate
+
+__all__ = ["PIPELINE", "Request", "Work", "run_pipeline"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the user asked for, before the graph is known.
+
+    Attributes:
+        kind: The kind of the budget, see `Budget`.
+        value: Bytes or a slowdown; a fraction of what keeping everything needs if
+            `is_fraction`; None for all the memory of the device.
+        is_fraction: Whether `value` is such a fraction.
+        planner: Answers the budget.
+        plan: A plan to apply instead of planning, to the graph that it was made for.
+    """
+
+    kind: str
+    value: float | None
+    is_fraction: bool
+    planner: Planner
+    plan: Plan | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """One step on its way through the pipeline.
+
+    Attributes:
+        request: What was asked for.
+        link: Moves what is offloaded.
+        step: The step so far: as captured, then rewritten.
+        description: Its records, once described.
+        machine: The measurements, once measured.
+        plan: The choice, once made.
+        session: The owner of the host slots, once nodes are inserted.
+    """
+
+    request: Request
+    link: Link
+    step: StepGraphs
+    description: Description | None = None
+    machine: MachineProfile | None = None
+    plan: Plan | None = None
+    session: Session | None = None
+
+
+def describe_step(work: Work) -> Work:
+    """Describe the captured step."""
+    return replace(work, description=describe(work.step))
+
+
+def measure_machine(work: Work) -> Work:
+    """Measure every distinct op, every codec, and the link."""
+    if work.request.plan is not None:
+        return replace(work, machine=work.request.plan.machine)
+    assert work.description is not None
+    device = step_device(work.step)
+    cache = OpCache(device)
+    machine = MachineProfile(
+        device=device_name(device),
+        torch_version=torch.__version__,
+        alignment_bytes=allocator_alignment_bytes(device),
+        link=measure_link(work.link, device, cache=cache),
+        ops=measure_ops(work.description.calls, device, cache=cache),
+    )
+    return replace(work, machine=machine)
+
+
+def choose_plan(work: Work) -> Work:
+    """Ask the planner, or take the plan that was given if it belongs to this graph."""
+    assert work.description is not None and work.machine is not None
+    graph = work.description.record
+    given = work.request.plan
+    if given is not None:
+        _check_same_graph(given.graph, graph)
+        return replace(work, plan=given)
+    budget = _budget(work.request, graph, work.machine, step_device(work.step))
+    return replace(work, plan=work.request.planner(graph, work.machine, budget))
+
+
+def insert_nodes(work: Work) -> Work:
+    """Write the plan into the graphs and open the session that owns its slots."""
+    assert work.plan is not None
+    session = Session(work.link, work.plan.slots, work.plan.host_bytes)
+    step = insert_plan(work.step, work.plan, session.session_id)
+    return replace(work, step=step, session=session)
+
+
+def verify_step(work: Work) -> Work:
+    """Check the rewritten graphs."""
+    verify(work.step)
+    return work
+
+
+PIPELINE: tuple[tuple[str, Callable[[Work], Work]], ...] = (
+    ("describe", describe_step),
+    ("measure", measure_machine),
+    ("choose", choose_plan),
+    ("insert", insert_nodes),
+    ("verify", verify_step),
+)
+
+
+def run_pipeline(work: Work) -> Work:
+    """Run every pass in order."""
+    for name, run in PIPELINE:
+        start_s = time.perf_counter()
+        work = run(work)
+        _logger.info("%s took %.3f s", name, time.perf_counter() - start_s)
+    return work
+
+
+def _budget(
+    request: Request, graph: GraphRecord, machine: MachineProfile, device: torch.device
+) -> Budget:
+    match request.kind:
+        case "slowdown":
+            assert request.value is not None
+            return Budget(kind="slowdown", value=request.value)
+        case "activations":
+            assert request.value is not None
+            scale = simulate(graph, machine, {}).prediction.saved_peak_bytes
+            value = request.value * scale if request.is_fraction else request.value
+            return Budget(kind="activations", value=int(value))
+        case _:
+            if request.value is None:
+                return Budget(kind="memory", value=capacity_bytes(device))
+            scale = simulate(graph, machine, {}).prediction.peak_bytes
+            value = request.value * scale if request.is_fraction else request.value
+            return Budget(kind="memory", value=int(value))
+
+
+def _check_same_graph(planned: GraphRecord, captured: GraphRecord) -> None:
+    if planned.fingerprint == captured.fingerprint:
+        return
+    differences = [
+        f"{name}: planned {before}, captured {after}"
+        for name, before, after in (
+            ("ops", len(planned.ops), len(captured.ops)),
+            ("saved activations", len(planned.saved), len(captured.saved)),
+            ("saved bytes", f"{planned.saved_bytes:,}", f"{captured.saved_bytes:,}"),
+        )
+        if before != after
+    ]
+    for before, after in zip(planned.ops, captured.ops, strict=False):
+        if before.target != after.target or before.cost_key != after.cost_key:
+            differences.append(
+                f"first differing op: planned {before.name} = "
+                f"{before.cost_key or before.target}, captured {after.name} = "
+                f"{after.cost_key or after.target}"
+            )
+            break
+    raise PlanError(
+        "this plan was made for another graph; "
+        + ("; ".join(differences) or "arguments of its views differ")
+        + "; plan again for this model and input"
+    )

@@ -1,0 +1,227 @@
+"""Check a rewritten step: rules that a graph must keep or a gradient could be wrong.
+
+Each check walks the two graphs once and raises at the first fault, with the neighbourhood
+printed.  They always run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
+from torch import fx
+
+from backhaul.errors import VerifyError
+from backhaul.passes.step_graphs import StepGraphs, Storages
+from backhaul.runtime import codec_ops, ops  # noqa: F401  # registers the ops that are checked
+
+__all__ = ["CHECKS", "verify"]
+
+backhaul = torch.ops.backhaul
+OFFLOAD, OFFLOAD_WAIT = backhaul.offload.default, backhaul.offload_wait.default
+RELOAD, RELOAD_WAIT = backhaul.reload.default, backhaul.reload_wait.default
+NEIGHBOURS = 5
+
+Check = Callable[[StepGraphs], None]
+
+
+def verify(step: StepGraphs) -> None:
+    """Run every check.
+
+    Raises:
+        VerifyError: A rule is broken; the error names it and the node.
+    """
+    for check in CHECKS:
+        check(step)
+
+
+def every_node_has_a_value(step: StepGraphs) -> None:
+    """Each inserted node carries the fake value that later passes and compilers read."""
+    for node in step.ops():
+        if "val" not in node.meta and _is_ours(node):
+            _fail("every_node_has_a_value", node, 'it has no meta["val"]')
+
+
+def each_offload_is_waited_for_once(step: StepGraphs) -> None:
+    """Each copy out has one wait, which holds on to the tensor that is copied."""
+    for node in _find(step.forward, OFFLOAD):
+        waits = [user for user in node.users if user.target is OFFLOAD_WAIT]
+        if len(waits) != 1 or len(node.users) != 1:
+            _fail(
+                "each_offload_is_waited_for_once",
+                node,
+                f"its handle has {len(waits)} waits and {len(node.users)} users, not 1 and 1",
+            )
+        if waits[0].args[1] is not node.args[0]:
+            _fail(
+                "each_offload_is_waited_for_once",
+                waits[0],
+                f"it keeps {waits[0].args[1]} alive, but {node.args[0]} is being copied",
+            )
+
+
+def each_reload_is_waited_for_once(step: StepGraphs) -> None:
+    """Each copy back has one wait, and everything else reads the result of that wait."""
+    for node in _find(step.backward, RELOAD):
+        waits = [user for user in node.users if user.target is RELOAD_WAIT]
+        if len(waits) != 1 or len(node.users) != 1:
+            _fail(
+                "each_reload_is_waited_for_once",
+                node,
+                f"it has {len(waits)} waits and {len(node.users)} users, not 1 and 1: "
+                "a user could read it before the copy has ended",
+            )
+
+
+def each_offload_is_reloaded_once(step: StepGraphs) -> None:
+    """Each handle crosses to the backward once and is reloaded there once."""
+    handle_of = dict(zip(step.saved, step.received, strict=True))
+    for node in _find(step.forward, OFFLOAD_WAIT):
+        received = handle_of.get(node)
+        if received is None:
+            _fail("each_offload_is_reloaded_once", node, "the backward does not receive it")
+        reloads = [user for user in received.users if user.target is RELOAD]
+        if len(reloads) != 1:
+            _fail("each_offload_is_reloaded_once", node, f"it has {len(reloads)} reloads, not 1")
+    received_handles = {handle_of[n] for n in _find(step.forward, OFFLOAD_WAIT) if n in handle_of}
+    for node in _find(step.backward, RELOAD):
+        if node.args[0] not in received_handles:
+            _fail("each_offload_is_reloaded_once", node, "nothing in the forward offloads it")
+
+
+def each_slot_is_used_once(step: StepGraphs) -> None:
+    """No two copies out of one step share a slot."""
+    seen: dict[object, fx.Node] = {}
+    for node in _find(step.forward, OFFLOAD):
+        if node.args[2] in seen:
+            _fail("each_slot_is_used_once", node, f"{seen[node.args[2]]} uses its slot too")
+        seen[node.args[2]] = node
+
+
+def every_geometry_comes_back(step: StepGraphs) -> None:
+    """A reload declares the size, strides, offset, bytes, dtype and device that left."""
+    offloaded = {
+        received: saved.args[0].args[0]
+        for saved, received in zip(step.saved, step.received, strict=True)
+        if isinstance(saved, fx.Node) and saved.target is OFFLOAD_WAIT
+    }
+    for node in _find(step.backward, RELOAD):
+        source = offloaded.get(node.args[0])
+        if source is None:
+            continue
+        left, back = source.meta["val"], node.meta["val"]
+        for name, before, after in (
+            ("size", tuple(left.size()), tuple(back.size())),
+            ("strides", tuple(left.stride()), tuple(back.stride())),
+            ("offset", left.storage_offset(), back.storage_offset()),
+            ("bytes", left.untyped_storage().nbytes(), back.untyped_storage().nbytes()),
+            ("dtype", left.dtype, back.dtype),
+            ("device", left.device, back.device),
+        ):
+            if before != after:
+                _fail(
+                    "every_geometry_comes_back", node, f"its {name} left as {before} and is {after}"
+                )
+
+
+def only_activations_move(step: StepGraphs) -> None:
+    """Nothing that the caller holds is moved: outputs, inputs, parameters, mutated buffers."""
+    storages = Storages.of(step.forward)
+    held: dict[int, fx.Node] = {}
+    for node in step.forward.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            held.update(dict.fromkeys(storages.ids[node], node))
+    for output in step.outputs:
+        if isinstance(output, fx.Node):
+            held.update(dict.fromkeys(storages.ids[output], output))
+    for node in _find(step.forward, OFFLOAD):
+        for key in storages.ids.get(node.args[0], ()):
+            if key in held:
+                _fail("only_activations_move", node, f"the caller holds its storage, as {held[key]}")
+
+
+def nothing_is_read_after_it_was_freed(step: StepGraphs) -> None:
+    """Between the wait for a copy out and the end of the forward nothing reads the storage.
+
+    Views extend a storage's life: a reader after the wait would keep the memory that the
+    plan counts as free.  Nor is the storage saved for the backward beside its copy.
+    """
+    storages = Storages.of(step.forward)
+    order = {node: i for i, node in enumerate(step.forward.graph.nodes)}
+    saved = {node for node in step.saved if isinstance(node, fx.Node)}
+    for wait in _find(step.forward, OFFLOAD_WAIT):
+        for key in storages.ids.get(wait.args[1], ()):
+            for holder in storages.holders[key]:
+                late = [user for user in holder.users if order[user] > order[wait]]
+                readers = [user for user in late if user.op != "output"]
+                if readers:
+                    _fail(
+                        "nothing_is_read_after_it_was_freed",
+                        readers[0],
+                        f"it reads {holder}, whose memory is freed at {wait}",
+                    )
+                if holder in saved:
+                    _fail(
+                        "nothing_is_read_after_it_was_freed",
+                        holder,
+                        f"it is saved for the backward, but its memory is freed at {wait}",
+                    )
+
+
+def nothing_is_written_while_it_is_copied(step: StepGraphs) -> None:
+    """Between the start of a copy out and its wait nothing mutates the storage."""
+    storages = Storages.of(step.forward)
+    order = {node: i for i, node in enumerate(step.forward.graph.nodes)}
+    for node in _find(step.forward, OFFLOAD):
+        wait = next(user for user in node.users if user.target is OFFLOAD_WAIT)
+        for key in storages.ids.get(node.args[0], ()):
+            for holder in storages.holders[key]:
+                for user in holder.users:
+                    if order[node] < order[user] < order[wait] and _mutates(user, holder):
+                        _fail(
+                            "nothing_is_written_while_it_is_copied",
+                            user,
+                            f"it writes to {holder}, which {node} is copying",
+                        )
+
+
+CHECKS: tuple[Check, ...] = (
+    every_node_has_a_value,
+    each_offload_is_waited_for_once,
+    each_reload_is_waited_for_once,
+    each_offload_is_reloaded_once,
+    each_slot_is_used_once,
+    every_geometry_comes_back,
+    only_activations_move,
+    nothing_is_read_after_it_was_freed,
+    nothing_is_written_while_it_is_copied,
+)
+
+
+def _find(gm: fx.GraphModule, target: object) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.target is target]
+
+
+def _is_ours(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "backhaul"
+
+
+def _mutates(user: fx.Node, holder: fx.Node) -> bool:
+    if not isinstance(user.target, torch._ops.OpOverload):
+        return False
+    arguments = user.target._schema.arguments
+    return any(
+        arg is holder and schema.alias_info is not None and schema.alias_info.is_write
+        for arg, schema in zip(user.args, arguments, strict=False)
+    )
+
+
+def _fail(check: str, node: fx.Node, fault: str) -> NoReturn:
+    nodes = list(node.graph.nodes)
+    at = nodes.index(node)
+    around = nodes[max(0, at - NEIGHBOURS) : at + NEIGHBOURS]
+    lines = "\n".join(
+        f"  {'->' if near is node else '  '} {near.format_node() or near.name}" for near in around
+    )
+    raise VerifyError(f"{check}: {node.name}: {fault}\n{lines}", check=check, node=node.name)
