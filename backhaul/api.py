@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import re
@@ -133,8 +134,6 @@ class OptimizedModule(nn.Module):
     names, attributes, and the training flag.  In `eval()` or under `no_grad` the model itself
     runs.  An input of a new shape is planned once, when it first comes, and logged.
     """
-
-    _OWN = frozenset({"_model", "_request", "_link", "_capture", "_parameters", "_buffers"})
 
     def __init__(self, model: nn.Module, request: Request, link: Link) -> None:
         super().__init__()
@@ -267,15 +266,13 @@ def _prepared(
 
 
 def _rebuilt(model: nn.Module, request: Request, planned: Plan | None) -> OptimizedModule:
-    from dataclasses import replace
-
-    return OptimizedModule(model, replace(request, plan=planned), default_link(model, None))
+    return OptimizedModule(
+        model, dataclasses.replace(request, plan=planned), default_link(model, None)
+    )
 
 
 def _without_plan(request: Request) -> Request:
-    from dataclasses import replace
-
-    return replace(request, plan=None)
+    return dataclasses.replace(request, plan=None)
 
 
 def _arguments(sample_input: SampleInput) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -320,9 +317,7 @@ def _request(
         return Request(kind="slowdown", value=max_slowdown, is_fraction=False, planner=planner)
     if activation_budget is not None:
         value, is_fraction = _parsed_bytes("activation_budget", activation_budget)
-        return Request(
-            kind="activations", value=value, is_fraction=is_fraction, planner=planner
-        )
+        return Request(kind="activations", value=value, is_fraction=is_fraction, planner=planner)
     value, is_fraction = _parsed_bytes("memory_budget", memory_budget)
     return Request(kind="memory", value=value, is_fraction=is_fraction, planner=planner)
 

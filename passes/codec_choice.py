@@ -21,7 +21,6 @@ import torch
 from torch import fx
 
 from backhaul.passes.op_calls import codec_call, spec_of
-from backhaul.passes.step_graphs import Storages
 from backhaul.records import CodecRecord
 from backhaul.runtime import codecs
 from backhaul.runtime.measure_ops import OpCall, TensorSpec
@@ -73,7 +72,7 @@ def _sign(base: fx.Node, readers: list[tuple[fx.Node, fx.Node]]) -> CodecCalls |
 
 def _reads_sign(reader: fx.Node, view: fx.Node) -> bool:
     if reader.target is aten.threshold_backward.default:
-        return reader.args[0] is not view and reader.args[1] is view and reader.args[2] == 0
+        return reader.args[0] is not view and reader.args[1] is view and reader.args[2] in (0, 0.0)
     if reader.target is aten.max_pool2d_with_indices_backward.default:
         return reader.args[0] is not view and reader.args[1] is view
     return False
@@ -218,5 +217,3 @@ def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
 
 def _dtype_name(value: torch.Tensor) -> str:
     return str(value.dtype).removeprefix("torch.")
-
-

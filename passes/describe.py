@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ from torch import fx
 from backhaul.errors import InternalError
 from backhaul.passes.codec_choice import codec_for
 from backhaul.passes.op_calls import call_of
-from backhaul.passes.step_graphs import StepGraphs, Storages, is_alias_op, tensors_of
+from backhaul.passes.step_graphs import StepGraphs, Storages, is_alias_op, results_of, tensors_of
 from backhaul.passes.torch_compat import storage_id
 from backhaul.records import CodecRecord, GraphRecord, OpRecord, Role, TensorRecord
 from backhaul.runtime.measure_ops import OpCall
@@ -94,7 +94,7 @@ class _Survey:
         self._outputs = self._held_by(step.outputs)
         self._saved = self._held_by(step.saved)
         self._tangents = self._held_by(step.tangents)
-        self._gradients = self._held_by(step.backward.graph.output_node().args[0])
+        self._gradients = self._held_by(results_of(step.backward))
         self._constants = self._held_by(_nodes(step.backward, "get_attr"))
 
     def storages_of(self, node: fx.Node) -> Storages:
@@ -238,10 +238,15 @@ def _fingerprint(step: StepGraphs) -> str:
     for gm in (step.forward, step.backward):
         index = {node: i for i, node in enumerate(gm.graph.nodes)}
         for node in gm.graph.nodes:
-            args = fx.map_arg((node.args, node.kwargs), lambda arg, index=index: f"%{index[arg]}")
+            args = fx.map_arg((node.args, node.kwargs), _numbered(index))
             geometry = [
                 (tuple(value.size()), tuple(value.stride()), str(value.dtype), value.device.type)
                 for value in tensors_of(node)
             ]
             digest.update(repr((node.op, _target_name(node), args, geometry)).encode())
     return digest.hexdigest()
+
+
+def _numbered(index: dict[fx.Node, int]) -> Callable[[fx.Node], str]:
+    """Name nodes by where they stand, as their own names may differ between captures."""
+    return lambda node: f"%{index[node]}"

@@ -18,6 +18,7 @@ just before their first use.  The order of nodes is the schedule that was simula
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,11 +26,12 @@ from torch import fx
 
 from backhaul.errors import InternalError
 from backhaul.passes.describe import view_chain
-from backhaul.passes.step_graphs import StepGraphs, Storages
+from backhaul.passes.step_graphs import StepGraphs, Storages, results_of
 from backhaul.passes.torch_compat import fake_mode_of, storage_id
 from backhaul.records import CodecRecord, Keep, Plan
-from backhaul.runtime import codec_ops, ops  # noqa: F401  # registers the ops that nodes call
-from backhaul.scheduler.schedule import Event, events
+from backhaul.runtime import codec_ops as _codec_ops  # noqa: F401  # registers its ops
+from backhaul.runtime import ops as _ops  # noqa: F401  # registers its ops
+from backhaul.scheduler.schedule import Event, codec_of, events
 
 __all__ = ["insert_plan"]
 
@@ -95,9 +97,11 @@ class _Writer:
         """Hand over what was moved in place of what was saved."""
         output = self._step.forward.graph.output_node()
         replaced = {saved: name for name, pairs in self._group.items() for saved, _ in pairs}
-        results, descriptions = [], []
+        results: list[Any] = []
+        descriptions: list[Any] = []
+        returned = results_of(self._step.forward)
         for result, description in zip(
-            output.args[0], output.meta.get("desc", [None] * len(output.args[0])), strict=True
+            returned, output.meta.get("desc", [None] * len(returned)), strict=True
         ):
             is_saved = len(results) >= self._step.output_count
             name = replaced.get(result) if is_saved else None
@@ -146,7 +150,7 @@ class _Writer:
                     packed = self._arrived.get(name, carried)
                     target, args = _unpacking(self._codec(name), packed)
             self._arrived[name] = self._call(self._step.backward, target, args, name)
-            is_whole = event.kind == "unpack" or self._decision[name].action.codec is None
+            is_whole = event.kind == "unpack" or codec_of(self._decision[name].action) is None
             if is_whole and event.kind != "reload":
                 self._replay_views(name)
 
@@ -170,7 +174,7 @@ class _Writer:
                 raise InternalError(f"{saved.name} cannot be replayed on {name}")
             node = arrived
             for view in chain:
-                args = fx.map_arg(view.args, lambda _, node=node: node)
+                args = fx.map_arg(view.args, _always(node))
                 node = self._call(self._step.backward, view.target, args, name, view.kwargs)
             received.replace_all_uses_with(node)
 
@@ -191,7 +195,7 @@ class _Writer:
         return node
 
     def _codec(self, name: str) -> CodecRecord:
-        codec = self._decision[name].action.codec
+        codec = codec_of(self._decision[name].action)
         if codec is None:
             raise InternalError(f"the plan packs {name} without a codec")
         return codec
@@ -221,7 +225,7 @@ def _packing(codec: CodecRecord, source: fx.Node) -> tuple[Any, tuple[Any, ...]]
             return ops.pack_bits.default, (source,)
         case "pool_offsets":
             _, _, *window = codec.arguments
-            return ops.pack_pool_offsets.default, (source, *map(list, window))
+            return ops.pack_pool_offsets.default, (source, *map(_integers, window))
         case "narrow":
             return ops.narrow_integers.default, (source, _dtype(codec.arguments[3]))
 
@@ -231,12 +235,12 @@ def _unpacking(codec: CodecRecord, packed: fx.Node) -> tuple[Any, tuple[Any, ...
     size, stride, *rest = codec.arguments
     match codec.name:
         case "bits":
-            args = (packed, list(size), list(stride), _dtype(rest[0]))
+            args = (packed, _integers(size), _integers(stride), _dtype(rest[0]))
             return ops.unpack_bits.default, args
         case "pool_offsets":
-            return ops.unpack_pool_offsets.default, (packed, *map(list, codec.arguments))
+            return ops.unpack_pool_offsets.default, (packed, *map(_integers, codec.arguments))
         case "narrow":
-            args = (packed, list(size), list(stride), _dtype(rest[0]))
+            args = (packed, _integers(size), _integers(stride), _dtype(rest[0]))
             return ops.widen_integers.default, args
 
 
@@ -251,6 +255,16 @@ def _geometry(source: fx.Node) -> tuple[Any, ...]:
         value.dtype,
         value.device,
     )
+
+
+def _integers(argument: object) -> list[int]:
+    if not isinstance(argument, tuple):
+        raise InternalError(f"a codec's argument is {argument!r}, not a tuple of integers")
+    return list(argument)
+
+
+def _always(node: fx.Node) -> Callable[[fx.Node], fx.Node]:
+    return lambda _: node
 
 
 def _dtype(name: Any) -> torch.dtype:

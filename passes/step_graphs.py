@@ -5,13 +5,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
 
 from backhaul.passes.torch_compat import storage_id
 
-__all__ = ["StepGraphs", "Storages", "is_alias_op", "tensors_of"]
+__all__ = ["StepGraphs", "Storages", "is_alias_op", "results_of", "tensors_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +32,12 @@ class StepGraphs:
     @property
     def outputs(self) -> list[fx.Node]:
         """List what the forward hands to the caller."""
-        return list(self.forward.graph.output_node().args[0])[: self.output_count]
+        return results_of(self.forward)[: self.output_count]
 
     @property
     def saved(self) -> list[fx.Node]:
         """List what the forward hands to the backward."""
-        return list(self.forward.graph.output_node().args[0])[self.output_count :]
+        return results_of(self.forward)[self.output_count :]
 
     @property
     def received(self) -> list[fx.Node]:
@@ -97,6 +98,13 @@ class Storages:
             if isinstance(node.meta.get("val"), torch.Tensor):
                 return node
         return self.holders[key][0]
+
+
+def results_of(gm: fx.GraphModule) -> list[Any]:
+    """List what a graph returns: nodes, and None where a gradient is not asked for."""
+    results = gm.graph.output_node().args[0]
+    assert isinstance(results, (tuple, list))
+    return list(results)
 
 
 def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:

@@ -100,7 +100,7 @@ def boxed(gm: torch.fx.GraphModule) -> Compiled:
 
 def storage_id(value: torch.Tensor) -> int:
     """Identify the storage of a tensor, fake ones included."""
-    return value.untyped_storage()._cdata
+    return int(value.untyped_storage()._cdata)
 
 
 def fake_mode_of(gm: torch.fx.GraphModule) -> FakeTensorMode:

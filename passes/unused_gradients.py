@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from backhaul.passes.step_graphs import StepGraphs
+from backhaul.passes.step_graphs import StepGraphs, results_of
 
 __all__ = ["UnusedGradients"]
 
@@ -79,7 +79,7 @@ def _tangents_of_gradients(step: StepGraphs) -> list[frozenset[int]]:
             reached[node] = frozenset().union(*(reached[arg] for arg in node.all_input_nodes))
     return [
         reached[gradient] if isinstance(gradient, fx.Node) else frozenset()
-        for gradient in step.backward.graph.output_node().args[0]
+        for gradient in results_of(step.backward)
     ]
 
 

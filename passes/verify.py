@@ -138,7 +138,9 @@ def only_activations_move(step: StepGraphs) -> None:
     for node in _find(step.forward, OFFLOAD):
         for key in storages.ids.get(node.args[0], ()):
             if key in held:
-                _fail("only_activations_move", node, f"the caller holds its storage, as {held[key]}")
+                _fail(
+                    "only_activations_move", node, f"the caller holds its storage, as {held[key]}"
+                )
 
 
 def nothing_is_read_after_it_was_freed(step: StepGraphs) -> None:

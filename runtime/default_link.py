@@ -28,5 +28,3 @@ def default_link(model: nn.Module, spill_folder: str | os.PathLike[str] | None) 
         if parameter.device.type not in ("cpu", "meta"):
             return PinnedLink(parameter.device)
     return DiskLink(None if spill_folder is None else Path(spill_folder))
-
-

@@ -67,8 +67,7 @@ def place(
     """
     position_by_op = {op.name: position for position, op in enumerate(graph.ops)}
     sketch = {
-        tensor.name: _sketched(tensor, choice_by_tensor.get(tensor.name))
-        for tensor in graph.saved
+        tensor.name: _sketched(tensor, choice_by_tensor.get(tensor.name)) for tensor in graph.saved
     }
     memory = _memory_by_position(graph, cost, sketch, limit)
     starts_s = _starts_s(graph, cost, sketch)

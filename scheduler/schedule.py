@@ -17,13 +17,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, assert_never
 
-from backhaul.records import Action, Compress, GraphRecord, Keep, Offload, TensorRecord
+from backhaul.records import Action, CodecRecord, Compress, GraphRecord, Keep, Offload, TensorRecord
 
-__all__ = ["Event", "EventKind", "events", "offload_after"]
+__all__ = ["Event", "EventKind", "codec_of", "events", "offload_after"]
 
-EventKind = Literal[
-    "run", "pack", "offload", "offload_wait", "reload", "reload_wait", "unpack"
-]
+EventKind = Literal["run", "pack", "offload", "offload_wait", "reload", "reload_wait", "unpack"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +37,11 @@ class Event:
     kind: EventKind
     position: int
     tensor: str = ""
+
+
+def codec_of(action: Action) -> CodecRecord | None:
+    """Return the codec of an action, or None if it packs nothing."""
+    return None if isinstance(action, Keep) else action.codec
 
 
 def offload_after(tensor: TensorRecord, ready: int, action: Offload) -> int:
@@ -93,9 +96,7 @@ def events(graph: GraphRecord, action_by_tensor: Mapping[str, Action]) -> Iterat
         yield from waits.get(position, ())
 
 
-def _reloads(
-    graph: GraphRecord, action_by_tensor: Mapping[str, Action]
-) -> dict[int, list[Event]]:
+def _reloads(graph: GraphRecord, action_by_tensor: Mapping[str, Action]) -> dict[int, list[Event]]:
     """Group the copies back by where they start, soonest needed first."""
     started: dict[int, list[Event]] = defaultdict(list)
     for tensor in sorted(graph.saved, key=lambda tensor: tensor.first_backward_use):

@@ -14,17 +14,14 @@ from dataclasses import dataclass
 
 from backhaul.records import (
     Action,
-    CodecRecord,
     GraphRecord,
-    Keep,
     MachineProfile,
-    Offload,
     Prediction,
 )
 from backhaul.scheduler.cost import CostModel
-from backhaul.scheduler.schedule import Event, events
+from backhaul.scheduler.schedule import Event, codec_of, events
 
-__all__ = ["Moment", "Simulation", "codec_of", "simulate"]
+__all__ = ["Moment", "Simulation", "simulate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,11 +87,6 @@ def simulate(
         offloaded_bytes=clock.offloaded_bytes,
     )
     return Simulation(prediction, tuple(moments))
-
-
-def codec_of(action: Action) -> CodecRecord | None:
-    """Return the codec of an action, or None if it packs nothing."""
-    return None if isinstance(action, Keep) else action.codec
 
 
 class _Clock:

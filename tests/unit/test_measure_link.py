@@ -27,7 +27,7 @@ class Clock:
 
 
 class ClockedArena:
-    """Copies at set speeds, of which the reads a second one is under way get half."""
+    """Takes a set time for each byte, and more of it while the other direction is busy."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -55,6 +55,7 @@ class ClockedArena:
 
 class ClockedLink:
     tier = "clocked"
+    location = ""
     capacity_bytes = 123
 
     def __init__(self, clock: Clock) -> None:

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.schema_check_mode import SchemaCheckMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 import backhaul.runtime.ops  # noqa: F401  (registers the ops)
@@ -93,7 +95,7 @@ def test_a_round_trip_keeps_bytes_strides_and_offset(
     y = fetch(send(x, OPS.begin_step(session.session_id, 1), 0), geometry(x))
     assert geometry(y) == geometry(x)
     assert y.untyped_storage().tolist() == x.untyped_storage().tolist()
-    assert y.data_ptr() != x.data_ptr()
+    assert y.untyped_storage()._cdata != x.untyped_storage()._cdata
 
 
 def test_bytes_are_moved_and_not_values(link: Link) -> None:
@@ -220,21 +222,12 @@ def test_fake_kernels_say_device_geometry_and_aliases(device: str) -> None:
     assert y.untyped_storage()._cdata != x.untyped_storage()._cdata
 
 
-def test_fake_and_real_kernels_agree(link: Link) -> None:
+def test_what_a_kernel_returns_aliases_what_its_schema_says(link: Link) -> None:
     x = torch.randn(3, 4)[:, 1:]
     session = make_session(link, x)
-    token = OPS.begin_step(session.session_id, 1)
-    handle = send(x, token, 0)
-    y = OPS.reload(handle, *geometry(x))
-    samples: list[tuple[Any, tuple[Any, ...]]] = [
-        (OPS.begin_step.default, (session.session_id, 1)),
-        (OPS.offload.default, (x, token, 0)),
-        (OPS.offload_wait.default, (handle, x)),
-        (OPS.reload.default, (handle, *geometry(x))),
-        (OPS.reload_wait.default, (y, handle)),
-    ]
-    for op, arguments in samples:
-        torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))
+    with SchemaCheckMode():
+        y = fetch(send(x, OPS.begin_step(session.session_id, 1), 0), geometry(x))
+    assert torch.equal(y, x)
 
 
 def make_graph(session: Session, x: Tensor) -> fx.GraphModule:
@@ -261,10 +254,10 @@ def test_a_graph_of_the_ops_runs_and_can_be_propagated(link: Link) -> None:
 
 
 def test_sizes_can_be_symbolic() -> None:
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
+    dynamic = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)
+    real = torch.empty(5, 7)
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        x = mode.from_tensor(torch.empty(5, 7), static_shapes=False)
+        x = mode.from_tensor(real, symbolic_context=dynamic)
         rows, columns = x.shape
         handle = OPS.offload(x, OPS.begin_step(0, 1), 0)
         y = OPS.reload(handle, [rows, columns], [columns, 1], 0, rows * columns * 4, x.dtype, CPU)

@@ -38,7 +38,8 @@ class Offloaded(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, session: Session) -> Tensor:
         token = session.begin_step()
         _, step_id, _ = token[0].tolist()
-        session.start_offload(step_id, 0, torch.empty(0, dtype=torch.uint8).set_(as_storage(x)))
+        source = x.detach().clone().view(torch.uint8)
+        session.start_offload(step_id, 0, source)
         session.wait_offload(step_id, 0)
         ctx.save_for_backward(token[0])
         return x * x
@@ -52,10 +53,6 @@ class Offloaded(torch.autograd.Function):
         session.start_reload(step_id, index, y)
         session.wait_reload(step_id, index)
         return 2 * y.view(torch.float32) * grad, None
-
-
-def as_storage(x: Tensor) -> torch.UntypedStorage:
-    return x.detach().clone().untyped_storage()
 
 
 def make_input(value: float = 3.0) -> Tensor:
@@ -227,7 +224,7 @@ def test_a_closed_session_releases_its_steps_and_refuses_their_backward() -> Non
     session.close()
     assert session.live_step_count == 0
     assert session.link.open_arena_count == 0
-    with pytest.raises(TransferError, match="relu_0 .* the session was closed"):
+    with pytest.raises(TransferError, match=r"relu_0 .* the session was closed"):
         loss.backward()
     with pytest.raises(TransferError, match="the session was closed"):
         session.begin_step()
@@ -253,17 +250,18 @@ def test_empty_slots_share_an_offset_with_others() -> None:
         for index, nbytes in enumerate(sizes_bytes)
     )
     session = Session(AdversaryLink("last"), slots, NBYTES)
-    step_id = int(session.begin_step()[0, 1])
     token = session.begin_step()
     step_id = int(token[0, 1])
-    for index, nbytes in enumerate(sizes_bytes):
-        session.start_offload(step_id, index, bytes_of(7, nbytes))
+    sources = [bytes_of(7, nbytes) for nbytes in sizes_bytes]
+    for index, source in enumerate(sources):
+        session.start_offload(step_id, index, source)
     for index in range(3):
         session.wait_offload(step_id, index)
     for index, nbytes in enumerate(sizes_bytes):
         y = bytes_of(0, nbytes)
         session.start_reload(step_id, index, y)
         session.wait_reload(step_id, index)
+        assert torch.equal(y, sources[index])
 
 
 def test_a_step_that_lives_at_exit_says_nothing() -> None:
