@@ -132,9 +132,9 @@ def unpack_bits(
     table = ((bytes_[:, None] >> bits) & 1).to(dtype)
     chunk = _chunk_length(packed.device, bytes_per_element=4.0)
     for start in range(0, whole, chunk):
-        index = packed[start : min(start + chunk, whole)].int()
-        rows = flat[8 * start : 8 * (start + index.numel())].view(-1, 8)
-        torch.index_select(table, 0, index, out=rows)
+        stop = min(start + chunk, whole)
+        rows = flat[8 * start : 8 * stop].view(-1, 8)
+        torch.index_select(table, 0, packed[start:stop].int(), out=rows)
     if whole < packed.numel():
         last = table.index_select(0, packed[whole:].int())
         flat[8 * whole :].copy_(last.view(-1)[: numel - 8 * whole])
@@ -199,10 +199,11 @@ def pack_pool_offsets(
     ordered = indices.permute(order)
     chunk = _chunk_length(indices.device, bytes_per_element=8.0)
     for box, start, stop in _boxes(ordered.shape, chunk):
-        distance = ordered[box] - origins[box]
+        distance = torch.sub(ordered[box], origins[box])
         # Without the bounds a stray index would be a fault of the whole device.
-        distance = distance.clamp_(0, longest).view(-1)
-        torch.gather(tap_by_distance, 0, distance, out=packed[start:stop])
+        distance.clamp_(0, longest)
+        torch.gather(tap_by_distance, 0, distance.view(-1), out=packed[start:stop])
+        del distance  # before the next one is made: one chunk at a time
     return packed
 
 

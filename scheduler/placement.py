@@ -23,7 +23,7 @@ from backhaul.records import Action, Compress, GraphRecord, Keep, Offload, Tenso
 from backhaul.scheduler.cost import CostModel
 from backhaul.scheduler.schedule import offload_after
 
-__all__ = ["Choice", "Limit", "place"]
+__all__ = ["Choice", "Limit", "memory_by_position", "place"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def place(
     sketch = {
         tensor.name: _sketched(tensor, choice_by_tensor.get(tensor.name)) for tensor in graph.saved
     }
-    memory = _memory_by_position(graph, cost, sketch, limit)
+    memory = memory_by_position(graph, cost, sketch, limit)
     starts_s = _starts_s(graph, cost, sketch)
     moves = {
         tensor.name: _Move.of(tensor, position_by_op[tensor.name], action, cost)
@@ -134,10 +134,17 @@ def _sketched(tensor: TensorRecord, choice: Choice | None) -> Action:
     )
 
 
-def _memory_by_position(
+def memory_by_position(
     graph: GraphRecord, cost: CostModel, sketch: Mapping[str, Action], limit: Limit
 ) -> NDArray[np.int64]:
-    """Return the bytes that are live during each op when every copy is instant."""
+    """Return the bytes that are live during each op when every copy is instant.
+
+    Args:
+        graph: The step.
+        cost: Its costs.
+        sketch: Action of each saved tensor; its positions do not matter.
+        limit: Says which tensors count.
+    """
     count = len(graph.ops)
     changes = np.zeros(count + 2, dtype=np.int64)
 

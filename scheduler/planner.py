@@ -26,7 +26,7 @@ from backhaul.records import (
     TensorRecord,
 )
 from backhaul.scheduler.cost import CostModel
-from backhaul.scheduler.placement import Choice, Limit, place
+from backhaul.scheduler.placement import Choice, Limit, memory_by_position, place
 from backhaul.scheduler.simulator import simulate
 
 __all__ = ["PLANNERS", "Planner", "compress_all", "greedy", "keep_all", "offload_all"]
@@ -35,7 +35,9 @@ Planner = Callable[[GraphRecord, MachineProfile, Budget], Plan]
 Actions = dict[str, Action]
 
 SLOT_ALIGNMENT_BYTES = 4096
-SLOWDOWN_STEPS = 12
+SLOWDOWN_STEPS = 10
+TIME_TOLERANCE = 1e-9
+"""Sums of the same times in another order differ by less than this share."""
 KEEP = Choice(packs=False, moves=False)
 
 
@@ -194,23 +196,14 @@ class _Bench:
         limit: Limit,
     ) -> Actions | None:
         """Undo moves, then packing, in this order, wherever the rest still fits."""
-        choices = dict(floor)
-        actions = self.placed(choices, limit)
-        judged = self.judged(actions)
-        fits = _used_bytes(judged, kind) <= nbytes
-        best = actions if fits else None
-        best_s = judged.step_s if fits else float("inf")
+        state = _GivingBack(self, floor, kind, nbytes, limit)
         for packs in (True, False):
-            for tensor in order:
-                given = Choice(packs=packs and bool(tensor.codecs), moves=False)
-                if choices[tensor.name] == given:
-                    continue
-                trial = choices | {tensor.name: given}
-                actions = self.placed(trial, limit)
-                judged = self.judged(actions)
-                if _used_bytes(judged, kind) <= nbytes and judged.step_s <= best_s:
-                    choices, best, best_s = trial, actions, judged.step_s
-        return best
+            wanted = [
+                (tensor, Choice(packs=packs and bool(tensor.codecs), moves=False))
+                for tensor in order
+            ]
+            state.give([pair for pair in wanted if state.choices[pair[0].name] != pair[1]])
+        return state.actions
 
     def plan(self, planner: str, actions: Mapping[str, Action], summary: str) -> Plan:
         simulation = simulate(self.graph, self.machine, actions, self.cost)
@@ -268,6 +261,67 @@ class _Bench:
                 )
             case _:
                 assert_never(action)
+
+
+class _GivingBack:
+    """Choices that fit, and what has been given back so far.
+
+    Many are given back at once and the lot is halved where it does not fit, so that a solve
+    takes few simulations; what does not fit even with instant copies needs none.
+    """
+
+    def __init__(
+        self,
+        bench: _Bench,
+        floor: Mapping[str, Choice],
+        kind: Literal["memory", "activations"],
+        nbytes: int,
+        limit: Limit,
+    ) -> None:
+        self._bench = bench
+        self._kind = kind
+        self._nbytes = nbytes
+        self._limit = limit
+        self.choices = dict(floor)
+        self.actions: Actions | None = None
+        self._step_s = float("inf")
+        self._accept_if_good(self.choices)
+        tight = bench.placed(floor, Limit(nbytes=0, saved_only=limit.saved_only))
+        self._memory = memory_by_position(bench.graph, bench.cost, tight, limit)
+
+    def give(self, wanted: list[tuple[TensorRecord, Choice]]) -> None:
+        """Give these back, all or as many as fit."""
+        if not wanted:
+            return
+        memory = self._memory.copy()
+        for tensor, choice in wanted:
+            memory[tensor.last_forward_use + 1 : tensor.first_backward_use] += self._held_bytes(
+                tensor, choice
+            ) - self._held_bytes(tensor, self.choices[tensor.name])
+        if memory.max() <= self._limit.nbytes:
+            trial = self.choices | {tensor.name: choice for tensor, choice in wanted}
+            if self._accept_if_good(trial):
+                self._memory = memory
+                return
+        if len(wanted) > 1:
+            middle = len(wanted) // 2
+            self.give(wanted[:middle])
+            self.give(wanted[middle:])
+
+    def _accept_if_good(self, trial: dict[str, Choice]) -> bool:
+        actions = self._bench.placed(trial, self._limit)
+        judged = self._bench.judged(actions)
+        if _used_bytes(judged, self._kind) > self._nbytes or judged.step_s > self._step_s * (1 + TIME_TOLERANCE):
+            return False
+        self.choices, self.actions, self._step_s = trial, actions, judged.step_s
+        return True
+
+    def _held_bytes(self, tensor: TensorRecord, choice: Choice) -> int:
+        """Count what a choice holds on the device between the last use and the first."""
+        if choice.moves:
+            return 0
+        nbytes = tensor.codecs[0].packed_bytes if choice.packs else tensor.nbytes
+        return self._bench.cost.rounded(nbytes)
 
 
 _MEANING = {

@@ -11,6 +11,7 @@ from backhaul.runtime import (
     codec_ops,  # noqa: F401  # defines the ops
     codecs,
 )
+from backhaul.runtime.memory import measure_peak_bytes
 
 ops = torch.ops.backhaul
 few_examples = settings(max_examples=40, deadline=None)
@@ -250,6 +251,24 @@ def every_op_call():
         "narrow_integers": (indices, torch.uint8),
         "widen_integers": (narrowed, *index_geometry, torch.int64),
     }
+
+
+def test_temporaries_do_not_grow_with_the_tensor():
+    x, cpu = torch.randn(4, 16, 256, 256), torch.device("cpu")
+    window = ((512, 512), [3, 3], [2, 2], [1, 1], [1, 1])
+    indices = pool_indices(torch.randn(4, 16, 512, 512), *window[1:])
+    bits, taps = codecs.pack_bits(x), codecs.pack_pool_offsets(indices, *window)
+    plane_bytes = 256 * 256 * 8
+    steps = (
+        lambda: codecs.pack_bits(x),
+        lambda: codecs.unpack_bits(bits, x.size(), x.stride(), x.dtype),
+        lambda: codecs.pack_pool_offsets(indices, *window),
+        lambda: codecs.unpack_pool_offsets(taps, indices.size(), indices.stride(), *window),
+    )
+    for step in steps:
+        memory = measure_peak_bytes(step, cpu)
+        allowed_bytes = codecs._TEMPORARY_BYTES["cpu"] + plane_bytes + (64 << 10)
+        assert memory.peak_bytes - memory.end_bytes <= allowed_bytes < x.nbytes / 10
 
 
 @pytest.mark.parametrize("name", every_op_call())

@@ -267,6 +267,19 @@ def test_the_cache_is_asked_before_measuring_and_survives_the_process(tmp_path):
     assert len(runs) == run_count > 0
 
 
+def test_only_what_the_cache_lacks_is_measured_and_the_order_is_kept(tmp_path):
+    cache = OpCache(CPU, tmp_path)
+    cache.add([cost("known")])
+    costs = measure(
+        call(aten.relu.default, spec(2), key="first"),
+        call(aten.relu.default, spec(2), key="known"),
+        call(aten.relu.default, spec(2), key="last"),
+        cache=cache,
+    )
+    assert [each.key for each in costs] == ["first", "known", "last"]
+    assert costs[1] == cost("known")
+
+
 def test_assumed_costs_are_not_cached(tmp_path):
     cache = OpCache(CPU, tmp_path)
     measure(call(aten.mm.default, spec(2, 3), spec(2, 3)), cache=cache)

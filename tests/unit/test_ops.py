@@ -222,9 +222,10 @@ def test_fake_kernels_say_device_geometry_and_aliases(device: str) -> None:
     assert y.untyped_storage()._cdata != x.untyped_storage()._cdata
 
 
-def test_what_a_kernel_returns_aliases_what_its_schema_says(link: Link) -> None:
+def test_what_a_kernel_returns_aliases_what_its_schema_says() -> None:
     x = torch.randn(3, 4)[:, 1:]
-    session = make_session(link, x)
+    # The bytes of a reload change until its wait, which no schema can say: let all be early.
+    session = make_session(AdversaryLink("first"), x)
     with SchemaCheckMode():
         y = fetch(send(x, OPS.begin_step(session.session_id, 1), 0), geometry(x))
     assert torch.equal(y, x)
