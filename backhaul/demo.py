@@ -11,21 +11,15 @@ from __future__ import annotations
 import contextlib
 import json
 import multiprocessing
-import os
-import platform
-import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -34,8 +28,8 @@ from torch.nn import functional
 
 from backhaul.api import apply, optimize
 from backhaul.records import Plan
-from backhaul.report import format_bytes, format_seconds
 from backhaul.runtime.memory import measure_peak_bytes
+from backhaul.runtime.op_cache import device_name
 
 __all__ = ["DemoError", "Figures", "Settings", "VariantFigures", "measure_model", "run_demo"]
 
@@ -112,7 +106,6 @@ class VariantFigures:
 
     Attributes:
         saved_peak_bytes: Most saved activations on the device at once, as simulated.
-        forward_end_bytes: What the forward leaves on the device, as measured.
         step_peak_bytes: Most bytes of the step beyond what was held before, as measured.
         predicted_step_peak_bytes: The same as simulated.
         resident: What the kernel says of a process of its own.
@@ -120,7 +113,6 @@ class VariantFigures:
     """
 
     saved_peak_bytes: int
-    forward_end_bytes: int
     step_peak_bytes: int
     predicted_step_peak_bytes: int
     resident: ResidentMemory
@@ -234,22 +226,17 @@ def measure_model(name: str, settings: Settings) -> Figures:
 
     with _deterministic(device):
         eager, ours = step_of(model), step_of(optimized)
-        expected, found = _outcome_of(eager, reset), _outcome_of(ours, reset)
+        expected, found = _outcome_of(eager, reset, model), _outcome_of(ours, reset, model)
         loss, unequal = float(expected.tensor_by_name["loss"]), _unequal(expected, found)
         del expected, found
         step_s = _alternating_medians((eager, ours), reset, device, settings.step_count)
         peak_bytes = [_step_peak_bytes(step, reset, device) for step in (eager, ours)]
-        end_bytes = [
-            _forward_end_bytes(module, images, labels, reset, device)
-            for module in (model, optimized)
-        ]
     # Its own processes have the memory to themselves.
     del optimized, eager, ours
-    resident = [_in_own_process(_resident, name, settings, used) for used in (None, plan)]
+    resident = [_in_own_process(name, settings, used) for used in (None, plan)]
     eager_figures, our_figures = (
         VariantFigures(
             saved_peak_bytes=predicted.saved_peak_bytes,
-            forward_end_bytes=end_bytes[index],
             step_peak_bytes=peak_bytes[index],
             predicted_step_peak_bytes=predicted.step_peak_bytes,
             resident=resident[index],
@@ -358,7 +345,7 @@ def _deterministic(device: torch.device) -> Iterator[None]:
 def _train_step(module: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> Outcome:
     output = module(images)
     loss = functional.cross_entropy(output, labels)
-    loss.backward()
+    torch.autograd.backward(loss)
     return Outcome({"output": output.detach(), "loss": loss.detach()})
 
 
@@ -369,3 +356,131 @@ def _reset(model: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
         for name, buffer in model.named_buffers():
             buffer.copy_(buffers[name])
     torch.manual_seed(_SEED)
+
+
+def _outcome_of(step: Step, reset: Callable[[], None], model: nn.Module) -> Outcome:
+    """Run one step from the start and copy all that it computed."""
+    reset()
+    tensors = dict(step().tensor_by_name)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            tensors[f"gradient of {name}"] = parameter.grad.clone()
+    tensors |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+    return Outcome(tensors)
+
+
+def _unequal(expected: Outcome, found: Outcome) -> tuple[str, ...]:
+    """Name what is missing on one side or differs in any bit."""
+    left, right = expected.tensor_by_name, found.tensor_by_name
+    return tuple(
+        name
+        for name in sorted(left.keys() | right.keys())
+        if name not in left or name not in right or not torch.equal(left[name], right[name])
+    )
+
+
+def _alternating_medians(
+    steps: tuple[Step, Step], reset: Callable[[], None], device: torch.device, count: int
+) -> list[float]:
+    """Time both variants in turn, and return the median of each."""
+    times_s: list[list[float]] = [[], []]
+    for _ in range(count):
+        for index, step in enumerate(steps):
+            reset()
+            _synchronize(device)
+            start_s = time.perf_counter()
+            step()
+            _synchronize(device)
+            times_s[index].append(time.perf_counter() - start_s)
+    return [statistics.median(each) for each in times_s]
+
+
+def _step_peak_bytes(step: Step, reset: Callable[[], None], device: torch.device) -> int:
+    reset()
+    return measure_peak_bytes(step, device).peak_bytes
+
+
+def _in_own_process(name: str, settings: Settings, plan: Plan | None) -> ResidentMemory:
+    """Measure resident memory where nothing else was ever resident."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_resident, (name, settings, plan))
+
+
+def _resident(name: str, settings: Settings, plan: Plan | None) -> ResidentMemory:
+    """Build a model, prepare it, and train two steps."""
+    device = _device(settings)
+    model, images, labels = _model(name, device), *_photo_batch(settings, device)
+    module = model if plan is None else apply(model, images, plan)
+    total_before_bytes = _status_bytes("VmHWM")
+    _forget_peak()
+    before_bytes = _status_bytes("VmRSS")
+    for _ in range(_RSS_STEP_COUNT):
+        model.zero_grad(set_to_none=True)
+        _train_step(module, images, labels)
+    peak_bytes = _status_bytes("VmHWM")
+    return ResidentMemory(
+        before_bytes=before_bytes,
+        peak_bytes=peak_bytes,
+        total_peak_bytes=max(peak_bytes, total_before_bytes),
+    )
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) * 1024
+    raise DemoError(f"/proc/self/status has no {field}: resident memory needs Linux")
+
+
+def _forget_peak() -> None:
+    """Let the kernel count the peak anew from here."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def _table(figures: list[Figures], settings: Settings) -> Table:
+    title = f"{settings.batch_size} photographs of {settings.image_size} pixels on "
+    table = Table(title=Text(f"{title}{device_name(torch.device(settings.device))}"))
+    table.add_column("")
+    for each in figures:
+        table.add_column(Text(f"{each.model} eager"), justify="right")
+        table.add_column(Text(f"{each.model} backhaul"), justify="right")
+    for label, cell in _ROWS:
+        variants = [(each, used) for each in figures for used in (each.eager, each.backhaul)]
+        table.add_row(label, *(cell(each, used) for each, used in variants))
+    return table
+
+
+def _mebibytes(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
+
+
+_ROWS: tuple[tuple[str, Callable[[Figures, VariantFigures], str]], ...] = (
+    ("saved activations, peak", lambda _, used: _mebibytes(used.saved_peak_bytes)),
+    ("live bytes of the step, peak", lambda _, used: _mebibytes(used.step_peak_bytes)),
+    ("predicted", lambda _, used: _mebibytes(used.predicted_step_peak_bytes)),
+    ("measured against predicted", lambda _, used: f"{used.difference_fraction:+.2%}"),
+    ("process RSS, peak of the steps", lambda _, used: _mebibytes(used.resident.step_bytes)),
+    ("process RSS, peak in all", lambda _, used: _mebibytes(used.resident.total_peak_bytes)),
+    ("step time, median", lambda _, used: f"{used.step_s * 1e3:,.0f} ms"),
+    ("time against eager", lambda each, used: f"{used.step_s / each.eager.step_s:.3f}"),
+    (
+        "gradients bit-equal",
+        lambda each, used: "" if used is each.eager else "no" if each.unequal else "yes",
+    ),
+)
+
+
+def _write_json(path: Path, settings: Settings, figures: list[Figures]) -> None:
+    record = {
+        "device": device_name(torch.device(settings.device)),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "settings": asdict(settings),
+        "figures": [asdict(each) for each in figures],
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

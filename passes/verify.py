@@ -53,11 +53,11 @@ def each_offload_is_waited_for_once(step: StepGraphs) -> None:
                 node,
                 f"its handle has {len(waits)} waits and {len(node.users)} users, not 1 and 1",
             )
-        if waits[0].args[1] is not node.args[0]:
+        if _arg(waits[0], 1) is not _arg(node, 0):
             _fail(
                 "each_offload_is_waited_for_once",
                 waits[0],
-                f"it keeps {waits[0].args[1]} alive, but {node.args[0]} is being copied",
+                f"it keeps {_arg(waits[0], 1)} alive, but {_arg(node, 0)} is being copied",
             )
 
 
@@ -86,7 +86,7 @@ def each_offload_is_reloaded_once(step: StepGraphs) -> None:
             _fail("each_offload_is_reloaded_once", node, f"it has {len(reloads)} reloads, not 1")
     received_handles = {handle_of[n] for n in _find(step.forward, OFFLOAD_WAIT) if n in handle_of}
     for node in _find(step.backward, RELOAD):
-        if node.args[0] not in received_handles:
+        if _arg(node, 0) not in received_handles:
             _fail("each_offload_is_reloaded_once", node, "nothing in the forward offloads it")
 
 
@@ -102,12 +102,12 @@ def each_slot_is_used_once(step: StepGraphs) -> None:
 def every_geometry_comes_back(step: StepGraphs) -> None:
     """A reload declares the size, strides, offset, bytes, dtype and device that left."""
     offloaded = {
-        received: saved.args[0].args[0]
+        received: _arg(_arg(saved, 0), 0)
         for saved, received in zip(step.saved, step.received, strict=True)
         if isinstance(saved, fx.Node) and saved.target is OFFLOAD_WAIT
     }
     for node in _find(step.backward, RELOAD):
-        source = offloaded.get(node.args[0])
+        source = offloaded.get(_arg(node, 0))
         if source is None:
             continue
         left, back = source.meta["val"], node.meta["val"]
@@ -136,7 +136,7 @@ def only_activations_move(step: StepGraphs) -> None:
         if isinstance(output, fx.Node):
             held.update(dict.fromkeys(storages.ids[output], output))
     for node in _find(step.forward, OFFLOAD):
-        for key in storages.ids.get(node.args[0], ()):
+        for key in storages.ids.get(_arg(node, 0), ()):
             if key in held:
                 _fail(
                     "only_activations_move", node, f"the caller holds its storage, as {held[key]}"
@@ -153,7 +153,7 @@ def nothing_is_read_after_it_was_freed(step: StepGraphs) -> None:
     order = {node: i for i, node in enumerate(step.forward.graph.nodes)}
     saved = {node for node in step.saved if isinstance(node, fx.Node)}
     for wait in _find(step.forward, OFFLOAD_WAIT):
-        for key in storages.ids.get(wait.args[1], ()):
+        for key in storages.ids.get(_arg(wait, 1), ()):
             for holder in storages.holders[key]:
                 late = [user for user in holder.users if order[user] > order[wait]]
                 readers = [user for user in late if user.op != "output"]
@@ -177,7 +177,7 @@ def nothing_is_written_while_it_is_copied(step: StepGraphs) -> None:
     order = {node: i for i, node in enumerate(step.forward.graph.nodes)}
     for node in _find(step.forward, OFFLOAD):
         wait = next(user for user in node.users if user.target is OFFLOAD_WAIT)
-        for key in storages.ids.get(node.args[0], ()):
+        for key in storages.ids.get(_arg(node, 0), ()):
             for holder in storages.holders[key]:
                 for user in holder.users:
                     if order[node] < order[user] < order[wait] and _mutates(user, holder):
@@ -199,6 +199,13 @@ CHECKS: tuple[Check, ...] = (
     nothing_is_read_after_it_was_freed,
     nothing_is_written_while_it_is_copied,
 )
+
+
+def _arg(node: fx.Node, index: int) -> fx.Node:
+    """Return an argument that is a node."""
+    argument = node.args[index]
+    assert isinstance(argument, fx.Node)
+    return argument
 
 
 def _find(gm: fx.GraphModule, target: object) -> list[fx.Node]:

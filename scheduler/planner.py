@@ -311,7 +311,9 @@ class _GivingBack:
     def _accept_if_good(self, trial: dict[str, Choice]) -> bool:
         actions = self._bench.placed(trial, self._limit)
         judged = self._bench.judged(actions)
-        if _used_bytes(judged, self._kind) > self._nbytes or judged.step_s > self._step_s * (1 + TIME_TOLERANCE):
+        if _used_bytes(judged, self._kind) > self._nbytes or judged.step_s > self._step_s * (
+            1 + TIME_TOLERANCE
+        ):
             return False
         self.choices, self.actions, self._step_s = trial, actions, judged.step_s
         return True
