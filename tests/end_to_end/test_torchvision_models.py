@@ -12,6 +12,8 @@ import torchvision
 from torch import nn
 from torchvision.models.maxvit import MaxVit
 
+pytestmark = pytest.mark.slow
+
 # The smallest variant of each family: options, and the smallest sensible height and width.
 SAMPLE: dict[str, tuple[dict[str, Any], int]] = {
     "alexnet": ({}, 64),

@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+pytestmark = pytest.mark.slow
+
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 61
@@ -45,11 +47,13 @@ def gpt2(attention: str) -> nn.Module:
         use_cache=False,
         attn_implementation=attention,
     )
+    model = transformers.GPT2LMHeadModel(config).train()
     # Without it the library warns by its logger in the middle of the forward: a graph break.
-    config.loss_type = "ForCausalLM"
-    return transformers.GPT2LMHeadModel(config).train()
+    model.loss_type = "ForCausalLM"
+    return model
 
 
+# The first forward of a classifier without a `problem_type` sets one, which is a second graph.
 def bert() -> nn.Module:
     config = transformers.BertConfig(
         vocab_size=VOCABULARY,
@@ -59,6 +63,7 @@ def bert() -> nn.Module:
         intermediate_size=64,
         max_position_embeddings=16,
         num_labels=3,
+        problem_type="single_label_classification",
     )
     return transformers.BertForSequenceClassification(config).train()
 
@@ -72,6 +77,7 @@ def vit() -> nn.Module:
         image_size=16,
         patch_size=4,
         num_labels=3,
+        problem_type="single_label_classification",
         hidden_dropout_prob=0.1,
         attention_probs_dropout_prob=0.1,
     )
