@@ -5,6 +5,7 @@ It never raises: what went wrong is kept with the copy, for whoever waits for it
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
@@ -96,7 +97,7 @@ class Copy:
         with self._tensor.numpy().data as view:
             position = 0
             while position < self.nbytes:
-                if self._step.is_over:
+                if self._step.is_over or _EXIT.is_over:
                     raise InterruptedError(0, "the step or the link was closed before its end")
                 with view[position : position + CHUNK_BYTES] as chunk:
                     count = self._transfer_chunk(descriptor, chunk, self._offset + position)
@@ -139,6 +140,7 @@ class CopyThread:
                     target=_run_copies, args=(self._queue,), name=self._name, daemon=True
                 )
                 self._thread.start()
+                _QUEUE_BY_THREAD[self._thread] = self._queue
         # An interrupt before this line leaves a copy without a thread, which settles as failed.
         self._queue.put(copy)
         copy.thread = self._thread
@@ -150,6 +152,27 @@ class CopyThread:
             thread = self._thread
         if thread is not None:
             thread.join()
+
+
+_EXIT = StepFlag()
+_QUEUE_BY_THREAD: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Copy | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Cut copies short and wait for their threads.
+
+    Hazard: a daemon thread that is in torch's code when the interpreter goes away is unwound
+    through C++ frames, which aborts the process.
+    """
+    _EXIT.is_over = True
+    started = list(_QUEUE_BY_THREAD.items())
+    for _, queue in started:
+        queue.put(None)
+    for thread, _ in started:
+        thread.join()
 
 
 def _run_copies(queue: SimpleQueue[Copy | None]) -> None:

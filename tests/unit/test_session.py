@@ -276,6 +276,22 @@ def test_a_step_that_lives_at_exit_says_nothing() -> None:
         "token = session.begin_step()\n"
         "session.start_offload(1, 0, torch.zeros(16, dtype=torch.uint8))\n"
     )
+    assert_exits_silently(script)
+
+
+def test_a_thread_that_copies_at_exit_is_waited_for() -> None:
+    # Without the wait the interpreter goes away under the thread, which aborts the process.
+    script = (
+        "import torch\n"
+        "from backhaul.runtime.disk import DiskLink\n"
+        "arena = DiskLink().reserve(20000)\n"
+        "for index in range(20000):\n"
+        "    arena.start_offload(index, torch.zeros(1, dtype=torch.uint8))\n"
+    )
+    assert_exits_silently(script)
+
+
+def assert_exits_silently(script: str) -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
