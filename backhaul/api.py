@@ -156,12 +156,17 @@ class OptimizedModule(nn.Module):
     @property
     def plan(self) -> Plan:
         """The plan for the sample input."""
-        return self._first_work().plan  # type: ignore[return-value]  # set by the pipeline
+        return self.plans[0]
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The plans of every shape that came so far, the sample's first."""
-        return tuple(work.plan for work in self.__dict__["_capture"].works if work.plan)
+        """The plans of every shape that came so far, the sample's first.
+
+        A copy knows the plans of the module that it was copied from.
+        """
+        made = [work.plan for work in self.__dict__["_capture"].works if work.plan]
+        plans = (*self.__dict__["_request"].known, *made)
+        return tuple({plan.graph.fingerprint: plan for plan in plans}.values())
 
     @property
     def forward_graph(self) -> fx.GraphModule:
@@ -217,17 +222,27 @@ class OptimizedModule(nn.Module):
         """Delete from the model."""
         delattr(self.__dict__["_model"], name)
 
+    def __getitem__(self, key: Any) -> Any:
+        """Return what the model, a container, has under this key."""
+        return self.__dict__["_model"][key]
+
+    def __len__(self) -> int:
+        """Return the length of the model, if it is a container."""
+        return len(self.__dict__["_model"])
+
+    def __bool__(self) -> bool:
+        """Be true, also of an empty container."""
+        return True
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy the model and its plan; the copy captures its graph when it is first called."""
-        works = self.__dict__["_capture"].works
-        request = self.__dict__["_request"]
-        planned = works[0].plan if works else request.plan
-        return _rebuilt, (self.__dict__["_model"], request, planned)
+        """Copy the model and its plans; the copy captures its graph when it is first called."""
+        request = dataclasses.replace(self.__dict__["_request"], plan=None, known=self.plans)
+        return _rebuilt, (self.__dict__["_model"], request)
 
     def _first_work(self) -> Work:
         works: list[Work] = self.__dict__["_capture"].works
         if not works:
-            raise CaptureError("there is no plan yet: call the module once in training mode")
+            raise CaptureError("there is no graph yet: call the module once in training mode")
         return works[0]
 
     def _run(self, capture: Capture, args: Any, kwargs: Any) -> Any:
@@ -265,10 +280,8 @@ def _prepared(
     return module
 
 
-def _rebuilt(model: nn.Module, request: Request, planned: Plan | None) -> OptimizedModule:
-    return OptimizedModule(
-        model, dataclasses.replace(request, plan=planned), default_link(model, None)
-    )
+def _rebuilt(model: nn.Module, request: Request) -> OptimizedModule:
+    return OptimizedModule(model, request, default_link(model, None))
 
 
 def _without_plan(request: Request) -> Request:
@@ -312,7 +325,7 @@ def _request(
             raise ValueError(f"planner={planner!r}: give one of {', '.join(PLANNERS)}")
         planner = PLANNERS[planner]
     if max_slowdown is not None:
-        if max_slowdown < 1.0:
+        if not max_slowdown >= 1.0:
             raise ValueError(f"max_slowdown={max_slowdown}: give a factor of 1.0 or more")
         return Request(kind="slowdown", value=max_slowdown, is_fraction=False, planner=planner)
     if activation_budget is not None:
@@ -327,8 +340,8 @@ def _parsed_bytes(name: str, given: Bytes) -> tuple[float | None, bool]:
     if given is None:
         return None, False
     if isinstance(given, str):
-        match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]+)\s*", given)
-        if match is None or match[2].upper() not in _UNITS or match[1].count(".") > 1:
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]+)\s*", given)
+        if match is None or match[2].upper() not in _UNITS:
             raise ValueError(f'{name}={given!r}: write a number and a unit, as "6 GiB"')
         return int(float(match[1]) * _UNITS[match[2].upper()]), False
     if isinstance(given, float):

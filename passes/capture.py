@@ -27,7 +27,9 @@ from backhaul.passes.torch_compat import (
     capture_settings,
     compile_whole,
     default_partition,
+    describe_replayed_random_ops,
     make_backend,
+    tracing_settings,
 )
 from backhaul.passes.unused_gradients import UnusedGradients
 
@@ -100,7 +102,8 @@ class _CapturedGraph:
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Any:
         backend = make_backend(self._partition, self._forward, self._backward, self._forward)
-        compiled = backend(gm, example_inputs)
+        with tracing_settings():
+            compiled = backend(gm, example_inputs)
 
         def run(*args: Any) -> Any:
             results = compiled(*args)
@@ -115,6 +118,7 @@ class _CapturedGraph:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = default_partition(joint, joint_inputs, **kwargs)
         step = StepGraphs(forward, backward, kwargs["num_fwd_outputs"])
+        describe_replayed_random_ops(forward, dict(zip(step.saved, step.received, strict=True)))
         _check_static(step)
         self._unused = UnusedGradients(step)
         work = self._rewrite(step)

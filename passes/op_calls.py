@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from backhaul.passes.step_graphs import Storages, is_alias_op, tensors_of
+from backhaul.passes.torch_compat import op_of
 from backhaul.runtime.measure_ops import OpCall, TensorSpec
 
 __all__ = ["call_of", "codec_call", "spec_of"]
@@ -26,9 +27,10 @@ def call_of(node: fx.Node, storages: Storages) -> OpCall | None:
     """
     if node.op != "call_function" or is_alias_op(node, storages):
         return None
-    args = fx.map_arg(node.args, _specified)
+    target, given = op_of(node)
+    args = fx.map_arg(given, _specified)
     kwargs = fx.map_arg(node.kwargs, _specified)
-    return _call(node.target, args, kwargs)
+    return _call(target, args, kwargs)
 
 
 def codec_call(target: Any, *args: Any) -> OpCall:

@@ -48,6 +48,7 @@ class Request:
         is_fraction: Whether `value` is such a fraction.
         planner: Answers the budget.
         plan: A plan to apply instead of planning, to the graph that it was made for.
+        known: Plans to take for the graphs that they were made for, as from an earlier process.
     """
 
     kind: str
@@ -55,6 +56,7 @@ class Request:
     is_fraction: bool
     planner: Planner
     plan: Plan | None = None
+    known: tuple[Plan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +88,11 @@ def describe_step(work: Work) -> Work:
 
 
 def measure_machine(work: Work) -> Work:
-    """Measure every distinct op, every codec, and the link."""
-    if work.request.plan is not None:
-        return replace(work, machine=work.request.plan.machine)
+    """Measure every distinct op, every codec, and the link, unless the plan is already there."""
     assert work.description is not None
+    given = _given_plan(work.request, work.description.record)
+    if given is not None:
+        return replace(work, machine=given.machine)
     device = step_device(work.step)
     cache = OpCache(device)
     machine = MachineProfile(
@@ -106,9 +109,8 @@ def choose_plan(work: Work) -> Work:
     """Ask the planner, or take the plan that was given if it belongs to this graph."""
     assert work.description is not None and work.machine is not None
     graph = work.description.record
-    given = work.request.plan
+    given = _given_plan(work.request, graph)
     if given is not None:
-        _check_same_graph(given.graph, graph)
         return replace(work, plan=given)
     budget = _budget(work.request, graph, work.machine, step_device(work.step))
     return replace(work, plan=work.request.planner(graph, work.machine, budget))
@@ -164,6 +166,13 @@ def _budget(
             scale = simulate(graph, machine, {}).prediction.peak_bytes
             value = request.value * scale if request.is_fraction else request.value
             return Budget(kind="memory", value=int(value))
+
+
+def _given_plan(request: Request, graph: GraphRecord) -> Plan | None:
+    if request.plan is not None:
+        _check_same_graph(request.plan.graph, graph)
+        return request.plan
+    return next((p for p in request.known if p.graph.fingerprint == graph.fingerprint), None)
 
 
 def _check_same_graph(planned: GraphRecord, captured: GraphRecord) -> None:

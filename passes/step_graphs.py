@@ -109,11 +109,7 @@ def results_of(gm: fx.GraphModule) -> list[Any]:
 
 def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
     """Yield the fake tensors that a node's value is made of."""
-    value = node.meta.get("val")
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        yield from (item for item in value if isinstance(item, torch.Tensor))
+    yield from _tensors_in(node.meta.get("val"))
 
 
 def is_alias_op(node: fx.Node, storages: Storages) -> bool:
@@ -122,3 +118,11 @@ def is_alias_op(node: fx.Node, storages: Storages) -> bool:
         return True
     ids = storages.ids.get(node, ())
     return bool(ids) and all(storages.holders[key][0] is not node for key in ids)
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors_in(item)

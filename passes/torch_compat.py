@@ -6,15 +6,19 @@ Tried on torch 2.11 to 2.14.  A name that moves between versions is looked up he
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
+from torch._decomp import decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import default_partition
+from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.graph import _BoxedCodeGen
 
@@ -27,9 +31,12 @@ __all__ = [
     "capture_settings",
     "compile_whole",
     "default_partition",
+    "describe_replayed_random_ops",
     "fake_mode_of",
     "make_backend",
+    "op_of",
     "storage_id",
+    "tracing_settings",
 ]
 
 Compiled = Callable[..., Any]
@@ -67,18 +74,76 @@ def capture_settings() -> Iterator[None]:
     """Set what capture depends on, for the calls inside.
 
     RNNs are traced.  A hook that is added later is guarded on, so that it is seen.  Running
-    out of cached graphs is an error where torch would quietly run eager.  No saved buffer is
-    donated, so that `retain_graph=True` works.
+    out of cached graphs is an error where torch would quietly run eager.
+    """
+    with torch._dynamo.config.patch(
+        allow_rnn=True,
+        skip_nnmodule_hook_guards=False,
+        recompile_limit=GRAPH_LIMIT,
+        accumulated_recompile_limit=GRAPH_LIMIT,
+        fail_on_recompile_limit_hit=True,
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def tracing_settings() -> Iterator[None]:
+    """Set what the traced graph depends on, while it is traced.
+
+    No saved buffer is donated, so that `retain_graph=True` works.  A checkpointed region
+    replays the random state of its forward on every device, as eager does, where torch would
+    draw other numbers from generators of its own on CUDA.
     """
     with (
-        torch._dynamo.config.patch(
-            allow_rnn=True,
-            skip_nnmodule_hook_guards=False,
-            recompile_limit=GRAPH_LIMIT,
-            accumulated_recompile_limit=GRAPH_LIMIT,
-            fail_on_recompile_limit_hit=True,
+        functorch_config.patch(donated_buffer=False, graphsafe_rng_functionalization=False),
+        _recurrent_layers_as_eager(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _recurrent_layers_as_eager() -> Iterator[None]:
+    """Trace LSTM, GRU and RNN layers as the single ops that eager takes without oneDNN.
+
+    Hazard: torch's own decomposition never applies `dropout` between layers (it tests
+    `num_layers < i - 1`), and takes a fused layer that saves nothing for the backward when the
+    input requires no gradient, though the weights do.
+    """
+    one_layer = decompositions._rnn_helper
+
+    def every_layer(
+        value: torch.Tensor,
+        hidden: Sequence[Any],
+        params: Sequence[Any],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+        layer: Compiled,
+    ) -> tuple[torch.Tensor, list[Any]]:
+        directions = 2 if bidirectional else 1
+        value = value.transpose(0, 1) if batch_first else value
+        final: list[Any] = []
+        for i in range(num_layers):
+            if i > 0 and dropout != 0 and train:
+                value = torch.dropout(value, dropout, train=True)
+            own = slice(i * directions, (i + 1) * directions)
+            value, last = one_layer(
+                value, hidden[own], params[own], has_biases, 1, 0.0, train, bidirectional, False,
+                layer,
+            )  # fmt: skip
+            final += last
+        return (value.transpose(0, 1) if batch_first else value), final
+
+    with (
+        mock.patch.object(decompositions, "_rnn_helper", every_layer),
+        mock.patch.object(
+            decompositions,
+            "select_one_layer_lstm_function",
+            lambda _value, _hidden, _params: decompositions.one_layer_lstm,
         ),
-        functorch_config.patch(donated_buffer=False),
     ):
         yield
 
@@ -110,3 +175,52 @@ def fake_mode_of(gm: torch.fx.GraphModule) -> FakeTensorMode:
         if isinstance(value, FakeTensor):
             return value.fake_mode
     raise AssertionError("a captured graph holds no fake tensor")
+
+
+def op_of(node: torch.fx.Node) -> tuple[Any, tuple[Any, ...]]:
+    """Return the op that a node runs and its arguments, also where a random state goes along."""
+    if node.target is run_and_save_rng_state:
+        return node.args[0], node.args[1:]
+    if node.target is run_with_rng_state:
+        return node.args[1], node.args[2:]
+    return node.target, node.args
+
+
+def describe_replayed_random_ops(
+    forward: torch.fx.GraphModule, received_by_saved: dict[torch.fx.Node, torch.fx.Node]
+) -> None:
+    """Give fake values to the random ops of checkpointed regions, which torch leaves without.
+
+    The length of a saved random state, which never changes, is traced as a symbol.
+    """
+    fake_mode = fake_mode_of(forward)
+    for node in forward.graph.find_nodes(op="call_function", target=run_and_save_rng_state):
+        state, result = (_picked(node, 0), _picked(node, 1))
+        length = int(state.meta["val"].shape[0])
+        received = received_by_saved[state]
+        with fake_mode:
+            sized = torch.empty(length, dtype=torch.uint8)
+        state.meta["val"] = received.meta["val"] = sized
+        node.meta["val"] = (sized, result.meta["val"])
+        for replay in received.users:
+            items = {int(user.args[1]): user.meta["val"] for user in _picks(replay)}  # type: ignore[arg-type]
+            if isinstance(result.meta["val"], (tuple, list)):
+                replay.meta["val"] = tuple(map(items.get, range(len(result.meta["val"]))))
+            else:
+                target, args = op_of(replay)
+                with fake_mode:
+                    replay.meta["val"] = target(
+                        *torch.fx.map_arg(args, _fake_value), **replay.kwargs
+                    )
+
+
+def _picks(node: torch.fx.Node) -> list[torch.fx.Node]:
+    return [user for user in node.users if user.target is operator.getitem]
+
+
+def _picked(node: torch.fx.Node, index: int) -> torch.fx.Node:
+    return next(user for user in _picks(node) if user.args[1] == index)
+
+
+def _fake_value(node: torch.fx.Node) -> Any:
+    return node.meta["val"]

@@ -110,7 +110,7 @@ def assert_bit_equal(
         make_input: Makes a tensor, a tuple or a mapping, as `optimize` takes it.
         loss: Makes a scalar of the model's output; by default, of every float in it.
         plans: Names in `PLANS`.
-        expect_moved: Whether the plans that offload must offload something.
+        expect_moved: Whether the plan that offloads all must offload something.
         input_grad: Whether floating-point inputs require grad.
 
     Returns:
@@ -129,8 +129,6 @@ def assert_bit_equal(
         assert_same_facts(expected, actual, name)
         assert len(module.plans) == 1, f"{name}: planned {len(module.plans)} times"
         made[name] = module.plan
-        if expect_moved and name in ("offload_all", "greedy"):
-            assert module.plan.predicted.saved_peak_bytes < module.plan.baseline.saved_peak_bytes
         if expect_moved and name == "offload_all":
             assert module.plan.slots
     return made

@@ -64,6 +64,8 @@ class LstmClassifier(nn.Module):
         return self.head(hidden[:, -1])
 
 
+# Leaving the flags warns of an option for other machines.
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
 def test_an_lstm_classifier(assert_bit_equal: Check) -> None:
     # Eager has a fused oneDNN kernel for a whole layer; captured, the layer is the same single
     # ops that eager takes without oneDNN.
@@ -267,8 +269,7 @@ def test_index_outputs_are_narrowed(assert_bit_equal: Check) -> None:
         return (ordered.sum() + best.square().sum() + most.exp().sum()).view(1)
 
     plans = assert_bit_equal(lambda: Custom(run, linear=nn.Linear(8, 300)), rows)
-    packed = codecs_of(plans["compress_all"])
-    assert packed["sort"] == "narrow" and packed["topk"] == "narrow" and packed["max"] == "narrow"
+    assert codecs_of(plans["compress_all"]) == ["narrow"] * 3
 
 
 @pytest.mark.parametrize(
@@ -285,7 +286,7 @@ def test_max_pools_are_packed(assert_bit_equal: Check, options: dict[str, Any]) 
     plans = assert_bit_equal(
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.MaxPool2d(**options)), images
     )
-    assert "pool_offsets" in codecs_of(plans["compress_all"]).values()
+    assert "pool_offsets" in codecs_of(plans["compress_all"])
 
 
 def test_views_are_saved(assert_bit_equal: Check) -> None:
@@ -426,8 +427,7 @@ def test_eval_and_no_grad_run_plainly_and_nothing_is_captured_again(
 ) -> None:
     model = conv_net()
     module, x = optimized(copy.deepcopy(model), images()), images()
-    expected = train(model, x)
-    assert_same_facts(expected, train(module, x))
+    assert_same_facts(train(model, x, input_grad=False), train(module, x, input_grad=False))
     for _ in range(10):
         module.eval(), model.eval()
         assert torch.equal(module(x), model(x))
@@ -437,7 +437,7 @@ def test_eval_and_no_grad_run_plainly_and_nothing_is_captured_again(
             y = module(x)
             torch.set_rng_state(state)
             assert torch.equal(y, model(x)) and not y.requires_grad
-    assert_same_facts(train(model, x), train(module, x))
+    assert_same_facts(train(model, x, input_grad=False), train(module, x, input_grad=False))
     assert len(module.plans) == 1
 
 
@@ -448,7 +448,7 @@ def test_a_new_batch_size_is_planned_once(
     module = optimized(copy.deepcopy(model), rows())
     for count in (4, 7, 4, 7, 1, 7):
         x = rows(count)
-        assert_same_facts(train(model, x), train(module, x))
+        assert_same_facts(train(model, x, input_grad=False), train(module, x, input_grad=False))
     assert len(module.plans) == 3
 
 
@@ -502,8 +502,10 @@ def test_a_copy_trains_alone(
     module = optimized(model, images())
     twin = copied(module)
     plain, x = copy.deepcopy(model), images()
+    assert_same_facts(train(plain, x, input_grad=False), train(twin, x, input_grad=False))
+    assert twin.plans == module.plans
     assert_same_facts(train(plain, x), train(twin, x))
-    assert twin.plan == module.plan
+    assert len(twin.plans) == 2 and len(module.plans) == 1
     assert not torch.equal(twin.state_dict()["0.weight"], model[0].weight)
 
 
@@ -596,7 +598,7 @@ def test_a_graph_break_is_refused_with_its_reason() -> None:
         torch._dynamo.graph_break()
         return y * 2
 
-    with pytest.raises(CaptureError, match="(?s)Custom cannot be captured as one graph.*break"):
+    with pytest.raises(CaptureError, match=r"(?s)Custom cannot be captured as one graph.*break"):
         backhaul.optimize(Custom(run, body=mlp()), rows())
 
 
@@ -605,7 +607,7 @@ def test_a_branch_on_data_is_refused_with_its_reason() -> None:
         y = self.body(x)
         return y * 2 if y.sum() > 0 else y
 
-    with pytest.raises(CaptureError, match="(?si)data-dependent"):
+    with pytest.raises(CaptureError, match=r"(?si)data-dependent"):
         backhaul.optimize(Custom(run, body=mlp()), rows())
 
 
@@ -657,16 +659,6 @@ def test_a_budget_that_nothing_meets_says_the_smallest_that_is() -> None:
     assert module.plan.predicted.peak_bytes <= smallest
 
 
-def codecs_of(plan: Plan) -> dict[str, str]:
-    """Map what made each packed tensor to its codec: `relu`, or `sort` for one of its outputs."""
-    found = {}
-    for decision in plan.decisions:
-        codec = getattr(decision.action, "codec", None)
-        if codec is not None:
-            made_by = decision.tensor if "getitem" not in decision.tensor else _source(plan, codec)
-            found[made_by] = codec.name
-    return found
-
-
-def _source(plan: Plan, codec: Any) -> str:
-    return f"{codec.name} {codec.arguments}"
+def codecs_of(plan: Plan) -> list[str]:
+    codecs = (getattr(decision.action, "codec", None) for decision in plan.decisions)
+    return [codec.name for codec in codecs if codec is not None]
