@@ -14,6 +14,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -402,8 +403,9 @@ def _step_peak_bytes(step: Step, reset: Callable[[], None], device: torch.device
 
 def _in_own_process(name: str, settings: Settings, plan: Plan | None) -> ResidentMemory:
     """Measure resident memory where nothing else was ever resident."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(_resident, (name, settings, plan))
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:
+        return executor.submit(_resident, name, settings, plan).result()
 
 
 def _resident(name: str, settings: Settings, plan: Plan | None) -> ResidentMemory:
@@ -445,10 +447,10 @@ def _synchronize(device: torch.device) -> None:
 def _table(figures: list[Figures], settings: Settings) -> Table:
     title = f"{settings.batch_size} photographs of {settings.image_size} pixels on "
     table = Table(title=Text(f"{title}{device_name(torch.device(settings.device))}"))
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for each in figures:
-        table.add_column(Text(f"{each.model} eager"), justify="right")
-        table.add_column(Text(f"{each.model} backhaul"), justify="right")
+        table.add_column(Text(f"{each.model}\neager"), justify="right")
+        table.add_column(Text(f"{each.model}\nbackhaul"), justify="right")
     for label, cell in _ROWS:
         variants = [(each, used) for each in figures for used in (each.eager, each.backhaul)]
         table.add_row(label, *(cell(each, used) for each, used in variants))
@@ -460,14 +462,14 @@ def _mebibytes(nbytes: int) -> str:
 
 
 _ROWS: tuple[tuple[str, Callable[[Figures, VariantFigures], str]], ...] = (
-    ("saved activations, peak", lambda _, used: _mebibytes(used.saved_peak_bytes)),
-    ("live bytes of the step, peak", lambda _, used: _mebibytes(used.step_peak_bytes)),
-    ("predicted", lambda _, used: _mebibytes(used.predicted_step_peak_bytes)),
-    ("measured against predicted", lambda _, used: f"{used.difference_fraction:+.2%}"),
-    ("process RSS, peak of the steps", lambda _, used: _mebibytes(used.resident.step_bytes)),
-    ("process RSS, peak in all", lambda _, used: _mebibytes(used.resident.total_peak_bytes)),
-    ("step time, median", lambda _, used: f"{used.step_s * 1e3:,.0f} ms"),
-    ("time against eager", lambda each, used: f"{used.step_s / each.eager.step_s:.3f}"),
+    ("peak saved bytes", lambda _, used: _mebibytes(used.saved_peak_bytes)),
+    ("peak live bytes", lambda _, used: _mebibytes(used.step_peak_bytes)),
+    ("  as predicted", lambda _, used: _mebibytes(used.predicted_step_peak_bytes)),
+    ("  off by", lambda _, used: f"{used.difference_fraction:+.2%}"),
+    ("peak RSS of steps", lambda _, used: _mebibytes(used.resident.step_bytes)),
+    ("peak RSS in all", lambda _, used: _mebibytes(used.resident.total_peak_bytes)),
+    ("median step time", lambda _, used: f"{used.step_s * 1e3:,.0f} ms"),
+    ("  against eager", lambda each, used: f"{used.step_s / each.eager.step_s:.3f}"),
     (
         "gradients bit-equal",
         lambda each, used: "" if used is each.eager else "no" if each.unequal else "yes",

@@ -109,7 +109,8 @@ def _recurrent_layers_as_eager() -> Iterator[None]:
     `num_layers < i - 1`), and takes a fused layer that saves nothing for the backward when the
     input requires no gradient, though the weights do.
     """
-    one_layer = decompositions._rnn_helper
+    one_layer: Compiled = decompositions._rnn_helper
+    one_lstm_layer: Compiled = decompositions.one_layer_lstm
 
     def every_layer(
         value: torch.Tensor,
@@ -142,7 +143,7 @@ def _recurrent_layers_as_eager() -> Iterator[None]:
         mock.patch.object(
             decompositions,
             "select_one_layer_lstm_function",
-            lambda _value, _hidden, _params: decompositions.one_layer_lstm,
+            lambda *_: one_lstm_layer,
         ),
     ):
         yield

@@ -38,7 +38,7 @@ _BUDGET_S = 0.03
 """Time for the repeats of one op, once it has been repeated often enough for a median."""
 
 _LONG_S = 0.3
-"""An op that takes longer is called twice in all."""
+"""An op that takes longer is timed once."""
 
 _ROW_S = 0.001
 _ROW_MOST = 20
@@ -187,16 +187,11 @@ def _measure(call: OpCall, device: torch.device, *, integer: int) -> OpCost:
         return call.target(*args, **kwargs)
 
     first_s = _time(run, device)
-    durations_s = [] if first_s > _LONG_S else _repeat(run, device, first_s)
-    if not can_measure_peak(device):
-        workspace_bytes = None
-    elif durations_s:
-        workspace_bytes = _workspace_bytes(run, device)
-    else:
-        workspace_bytes = _workspace_bytes(lambda: durations_s.append(_time(run, device)), device)
+    durations_s = [first_s] if first_s > _LONG_S else _repeat(run, device, first_s)
+    workspace_bytes = _workspace_bytes(run, device) if can_measure_peak(device) else None
     return OpCost(
         key=call.key,
-        duration_s=statistics.median(durations_s or [first_s]),
+        duration_s=statistics.median(durations_s),
         workspace_bytes=workspace_bytes or 0,
         source="assumed" if workspace_bytes is None else "measured",
     )

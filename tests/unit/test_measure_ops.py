@@ -95,7 +95,10 @@ def test_every_size_and_dtype_can_be_made(size, dtype):
     assert measured(aten.clone.default, spec(*size, dtype=dtype)).duration_s > 0
 
 
-def test_workspace_is_what_an_op_holds_beyond_its_outputs():
+@pytest.mark.parametrize("long_s", [0.0, 1e9])
+def test_workspace_is_what_an_op_holds_beyond_its_outputs(monkeypatch, long_s):
+    monkeypatch.setattr(measure_ops_module, "_LONG_S", long_s)
+
     def target(x):
         temporary = x + x
         return (temporary.sum(0), x.view(-1), None)
