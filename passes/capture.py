@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from backhaul.errors import BackhaulError, CaptureError
+from backhaul.passes.mutated_inputs import save_mutated_inputs_as_copies
 from backhaul.passes.pipeline import Work
 from backhaul.passes.step_graphs import StepGraphs
 from backhaul.passes.torch_compat import (
@@ -118,6 +119,7 @@ class _CapturedGraph:
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = default_partition(joint, joint_inputs, **kwargs)
         step = StepGraphs(forward, backward, kwargs["num_fwd_outputs"])
+        save_mutated_inputs_as_copies(step)
         describe_replayed_random_ops(forward, dict(zip(step.saved, step.received, strict=True)))
         _check_static(step)
         self._unused = UnusedGradients(step)

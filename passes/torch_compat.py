@@ -17,6 +17,7 @@ from torch._decomp import decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._functorch.partitioners import default_partition
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -33,6 +34,7 @@ __all__ = [
     "default_partition",
     "describe_replayed_random_ops",
     "fake_mode_of",
+    "is_mutation_of",
     "make_backend",
     "op_of",
     "storage_id",
@@ -176,6 +178,14 @@ def fake_mode_of(gm: torch.fx.GraphModule) -> FakeTensorMode:
         if isinstance(value, FakeTensor):
             return value.fake_mode
     raise AssertionError("a captured graph holds no fake tensor")
+
+
+def is_mutation_of(output_description: Any, input_description: Any) -> bool:
+    """Say whether a graph's output is what its input, by AOTAutograd's names, is changed to."""
+    return (
+        isinstance(output_description, InputMutationAOTOutput)
+        and output_description.mutated_input == input_description
+    )
 
 
 def op_of(node: torch.fx.Node) -> tuple[Any, tuple[Any, ...]]:

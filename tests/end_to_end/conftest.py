@@ -88,6 +88,7 @@ def assert_bit_equal(
     make_input: Callable[[], Any],
     *,
     loss: Loss | None = None,
+    make_reference: Callable[[], nn.Module] | None = None,
     plans: Sequence[str] = tuple(PLANS),
     expect_moved: bool = True,
     input_grad: bool = True,
@@ -109,6 +110,8 @@ def assert_bit_equal(
         make_model: Makes the model, in training mode; called once.
         make_input: Makes a tensor, a tuple or a mapping, as `optimize` takes it.
         loss: Makes a scalar of the model's output; by default, of every float in it.
+        make_reference: Makes what eager trains, where that is not the same model; it is given
+            the model's parameters and buffers.
         plans: Names in `PLANS`.
         expect_moved: Whether the plan that offloads all must offload something.
         input_grad: Whether floating-point inputs require grad.
@@ -119,7 +122,11 @@ def assert_bit_equal(
     torch.manual_seed(0)
     original = make_model()
     sample = make_input()
-    expected = train(copy.deepcopy(original), sample, loss=loss, input_grad=input_grad)
+    reference = copy.deepcopy(original)
+    if make_reference is not None:
+        reference = make_reference()
+        reference.load_state_dict(original.state_dict())
+    expected = train(reference, sample, loss=loss, input_grad=input_grad)
     made = {}
     for name in plans:
         model = copy.deepcopy(original)

@@ -236,6 +236,33 @@ def test_a_checkpointed_region_with_dropout(assert_bit_equal: Check) -> None:
     )
 
 
+class MaybeCheckpointed(nn.Module):
+    def __init__(self, is_checkpointed: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 4, 1), nn.Conv2d(4, 4, 1)
+        self.norm = nn.BatchNorm2d(4)
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return (
+            checkpoint(self.tail, y, use_reentrant=False) if self.is_checkpointed else self.tail(y)
+        )
+
+    def tail(self, y: Tensor) -> Tensor:
+        return self.second(F.relu_(self.norm(y)))
+
+
+def test_a_checkpointed_batch_norm_updates_its_statistics_once(assert_bit_equal: Check) -> None:
+    # Eager updates them again when it computes the region again, and so twice a step.
+    assert_bit_equal(
+        lambda: MaybeCheckpointed(True),
+        images,
+        make_reference=lambda: MaybeCheckpointed(False),
+        expect_moved=False,
+    )
+
+
 def test_split_chunk_unbind_sort_topk_and_max(assert_bit_equal: Check) -> None:
     def run(self: Any, x: Tensor) -> tuple[Tensor, ...]:
         y = self.linear(x).exp()
