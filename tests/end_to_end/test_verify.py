@@ -1,0 +1,188 @@
+"""Every rule of a rewritten graph is broken once on purpose, and found by its check."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from backhaul.errors import VerifyError
+from backhaul.passes.step_graphs import StepGraphs, results_of
+from backhaul.passes.verify import CHECKS, OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, verify
+
+Break = Callable[[StepGraphs], None]
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(name="step")
+def _step(optimized: Callable[..., Any]) -> StepGraphs:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8))
+    step: StepGraphs = optimized(net, torch.randn(8, 8), "offload_all")._capture.works[0].step
+    assert len(find(step.forward, OFFLOAD)) == 2
+    return StepGraphs(copied(step.forward), copied(step.backward), step.output_count)
+
+
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    return fx.GraphModule(gm, copy.deepcopy(gm.graph))
+
+
+def find(gm: fx.GraphModule, target: Any) -> list[fx.Node]:
+    return gm.graph.find_nodes(op="call_function", target=target)
+
+
+def drop_a_value(step: StepGraphs) -> None:
+    del find(step.forward, torch.ops.backhaul.begin_step.default)[0].meta["val"]
+
+
+def drop_the_wait_for_a_copy_out(step: StepGraphs) -> None:
+    wait = find(step.forward, OFFLOAD_WAIT)[0]
+    wait.replace_all_uses_with(wait.args[0])
+    step.forward.graph.erase_node(wait)
+
+
+def wait_twice_for_a_copy_out(step: StepGraphs) -> None:
+    wait = find(step.forward, OFFLOAD_WAIT)[0]
+    add(step.forward, wait, OFFLOAD_WAIT, wait.args)
+
+
+def keep_another_tensor_alive(step: StepGraphs) -> None:
+    first, second = find(step.forward, OFFLOAD_WAIT)
+    second.args = (second.args[0], first.args[1])
+
+
+def drop_the_wait_for_a_copy_back(step: StepGraphs) -> None:
+    wait = find(step.backward, RELOAD_WAIT)[0]
+    wait.replace_all_uses_with(wait.args[0])
+    step.backward.graph.erase_node(wait)
+
+
+def read_before_the_wait_for_a_copy_back(step: StepGraphs) -> None:
+    reload = find(step.backward, RELOAD)[0]
+    add(step.backward, reload, aten.neg.default, (reload,))
+
+
+def reload_twice(step: StepGraphs) -> None:
+    wait = find(step.backward, RELOAD_WAIT)[0]
+    reload = wait.args[0]
+    again = add(step.backward, wait, RELOAD, reload.args)
+    add(step.backward, again, RELOAD_WAIT, (again, reload.args[0]))
+
+
+def never_reload(step: StepGraphs) -> None:
+    wait = find(step.backward, RELOAD_WAIT)[0]
+    reload, handle = wait.args
+    wait.replace_all_uses_with(step.tangents[0])
+    for node in (wait, reload, handle):
+        step.backward.graph.erase_node(node)
+    index = [node.name for node in step.saved].index(handle.name)
+    results = results_of(step.forward)
+    del results[step.output_count + index]
+    step.forward.graph.output_node().args = (tuple(results),)
+
+
+def reload_what_was_never_offloaded(step: StepGraphs) -> None:
+    reload = find(step.backward, RELOAD)[0]
+    reload.args = (step.tangents[0], *reload.args[1:])
+
+
+def share_a_slot(step: StepGraphs) -> None:
+    first, second = find(step.forward, OFFLOAD)
+    second.args = (*second.args[:2], first.args[2])
+
+
+def change_the_strides(step: StepGraphs) -> None:
+    reload = find(step.backward, RELOAD)[0]
+    reload.meta["val"] = reload.meta["val"].t()
+
+
+def change_the_dtype(step: StepGraphs) -> None:
+    reload = find(step.backward, RELOAD)[0]
+    reload.meta["val"] = reload.meta["val"].view(torch.int32)
+
+
+def move(step: StepGraphs, moved: fx.Node) -> None:
+    start, source = find(step.forward, OFFLOAD_WAIT)[0].args
+    start.replace_input_with(source, moved)
+    find(step.forward, OFFLOAD_WAIT)[0].replace_input_with(source, moved)
+
+
+def move_a_parameter(step: StepGraphs) -> None:
+    placeholders = step.forward.graph.find_nodes(op="placeholder")
+    move(step, next(node for node in placeholders if node.meta["val"].dim() == 2))
+
+
+def move_an_output(step: StepGraphs) -> None:
+    wait = find(step.forward, OFFLOAD_WAIT)[0]
+    move(step, step.outputs[0])
+    step.outputs[0].append(wait.args[0])
+    wait.args[0].append(wait)
+
+
+def read_a_view_after_the_memory_was_freed(step: StepGraphs) -> None:
+    wait = find(step.forward, OFFLOAD_WAIT)[0]
+    source = wait.args[1]
+    view = add(step.forward, source, aten.alias.default, (source,), source.meta["val"])
+    add(step.forward, wait, aten.neg.default, (view,))
+
+
+def save_beside_the_copy(step: StepGraphs) -> None:
+    source, tangent = find(step.forward, OFFLOAD_WAIT)[0].args[1], step.tangents[0]
+    step.forward.graph.output_node().args = ((*results_of(step.forward), source),)
+    with step.backward.graph.inserting_before(tangent):
+        step.backward.graph.placeholder("beside").meta["val"] = source.meta["val"]
+
+
+def write_under_the_copy(step: StepGraphs) -> None:
+    start = find(step.forward, OFFLOAD)[0]
+    source = start.args[0]
+    add(step.forward, start, aten.relu_.default, (source,), source.meta["val"])
+
+
+def add(gm: fx.GraphModule, after: fx.Node, target: Any, args: Any, value: Any = None) -> fx.Node:
+    with gm.graph.inserting_after(after):
+        node = gm.graph.call_function(target, tuple(args))
+    node.meta["val"] = after.meta["val"] if value is None else value
+    return node
+
+
+BREAKS: dict[Break, str] = {
+    drop_a_value: "every_node_has_a_value",
+    drop_the_wait_for_a_copy_out: "each_offload_is_waited_for_once",
+    wait_twice_for_a_copy_out: "each_offload_is_waited_for_once",
+    keep_another_tensor_alive: "each_offload_is_waited_for_once",
+    drop_the_wait_for_a_copy_back: "each_reload_is_waited_for_once",
+    read_before_the_wait_for_a_copy_back: "each_reload_is_waited_for_once",
+    reload_twice: "each_offload_is_reloaded_once",
+    never_reload: "each_offload_is_reloaded_once",
+    reload_what_was_never_offloaded: "each_offload_is_reloaded_once",
+    share_a_slot: "each_slot_is_used_once",
+    change_the_strides: "every_geometry_comes_back",
+    change_the_dtype: "every_geometry_comes_back",
+    move_a_parameter: "only_activations_move",
+    move_an_output: "only_activations_move",
+    read_a_view_after_the_memory_was_freed: "nothing_is_read_after_it_was_freed",
+    save_beside_the_copy: "nothing_is_read_after_it_was_freed",
+    write_under_the_copy: "nothing_is_written_while_it_is_copied",
+}
+
+
+def test_a_whole_step_passes(step: StepGraphs) -> None:
+    verify(step)
+
+
+@pytest.mark.parametrize("broken", BREAKS, ids=lambda broken: broken.__name__)
+def test_a_broken_step_is_refused_by_the_right_check(step: StepGraphs, broken: Break) -> None:
+    broken(step)
+    with pytest.raises(VerifyError) as caught:
+        verify(step)
+    assert caught.value.check == BREAKS[broken]
+    assert caught.value.node in str(caught.value)
+
+
+def test_every_check_is_broken_by_a_test() -> None:
+    assert set(BREAKS.values()) == {check.__name__ for check in CHECKS}
