@@ -17,6 +17,7 @@ from torch._decomp import decompositions
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._functorch import config as functorch_config
+from torch._functorch._aot_autograd import graph_compile
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 from torch._functorch.partitioners import default_partition
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
@@ -97,7 +98,10 @@ def tracing_settings() -> Iterator[None]:
     draw other numbers from generators of its own on CUDA.
     """
     with (
-        functorch_config.patch(donated_buffer=False, graphsafe_rng_functionalization=False),
+        # Not by `donated_buffer=False`: that the backward reads as well, when it runs, and then
+        # refuses `retain_graph=True`.
+        mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_: []),
+        functorch_config.patch(graphsafe_rng_functionalization=False),
         _recurrent_layers_as_eager(),
     ):
         yield

@@ -376,17 +376,22 @@ def reference_and(module: Any, model: nn.Module, step: Check, assert_same: Check
     assert_same(*found)
 
 
-def test_two_backwards_through_one_graph(optimized: Check, assert_same_facts: Check) -> None:
+@pytest.mark.parametrize("is_first", [True, False])
+def test_two_backwards_through_one_graph(
+    optimized: Check, assert_same_facts: Check, is_first: bool
+) -> None:
     x = rows()
 
     def step(model: Any) -> tuple[Tensor, ...]:
+        if not is_first:
+            model(x).square().sum().backward()
         output = model(x)
         output.square().sum().backward(retain_graph=True)
         output.square().sum().backward()
         return (output,)
 
     model = mlp()
-    for name in ("offload_all", "compress_all"):
+    for name in ("keep_all", "offload_all", "compress_all"):
         reference_and(optimized(copy.deepcopy(model), x, name), model, step, assert_same_facts)
 
 
