@@ -1,0 +1,259 @@
+"""Plans of random graphs keep to their budget, by an oracle that shares no code with them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given, settings
+
+from backhaul.errors import BudgetError
+from backhaul.records import (
+    Action,
+    Budget,
+    CodecRecord,
+    Compress,
+    GraphRecord,
+    Keep,
+    LinkProfile,
+    MachineProfile,
+    Offload,
+    OpCost,
+    OpRecord,
+    Plan,
+    TensorRecord,
+)
+from backhaul.scheduler.planner import PLANNERS, greedy
+from backhaul.scheduler.schedule import events
+
+Case = tuple[GraphRecord, MachineProfile]
+CODEC_BYTES = 8
+
+
+@st.composite
+def cases(draw: Any) -> Case:
+    """Draw a step whose forward ops each make one tensor, some saved, some packable or pinned."""
+    count = draw(st.integers(1, 7))
+    end = 2 * count
+    tensors = [tensor("x", -1, end, role="input", nbytes=draw(st.integers(0, 50)))]
+    for i in range(count):
+        nbytes = draw(st.sampled_from([0, 10, 40, 100, 1000]))
+        last = draw(st.integers(i, count - 1))
+        if draw(st.booleans()) or i == 0:
+            use = draw(st.integers(count, end - 1))
+            tensors.append(
+                dataclasses.replace(
+                    tensor(f"f{i}", i, draw(st.integers(use, end - 1)), nbytes=nbytes),
+                    last_forward_use=last,
+                    first_backward_use=use,
+                    codecs=(codec(),) if nbytes > CODEC_BYTES and draw(st.booleans()) else (),
+                    pinned_because="pinned" if draw(st.integers(0, 4)) == 0 else "",
+                )
+            )
+        else:
+            tensors.append(tensor(f"f{i}", i, last, role="temporary", nbytes=nbytes))
+    tensors.append(tensor("g", count, end, role="gradient", nbytes=draw(st.integers(0, 300))))
+    names = [f"f{i}" for i in range(count)] + [f"b{i}" for i in range(count)]
+    graph = GraphRecord(
+        fingerprint="random",
+        ops=tuple(
+            OpRecord(name=n, target="aten.relu.default", module="", cost_key=n) for n in names
+        ),
+        forward_count=count,
+        tensors=tuple(sorted(tensors, key=lambda t: t.born)),
+    )
+    costs = [
+        OpCost(
+            key=key,
+            duration_s=draw(st.sampled_from([0.0, 0.1, 1.0])),
+            workspace_bytes=draw(st.sampled_from([0, 0, 70])),
+            source="assumed",
+        )
+        for key in (*names, "encode", "decode")
+    ]
+    speed = draw(st.sampled_from([10.0, 1000.0, 1e6]))
+    link = LinkProfile(
+        tier="random",
+        sizes_bytes=(0, 10_000),
+        d2h_s=(0.0, 10_000 / speed),
+        h2d_s=(0.01, 10_000 / speed + 0.01),
+        duplex_d2h_fraction=0.7,
+        duplex_h2d_fraction=0.6,
+        capacity_bytes=2**40,
+        source="assumed",
+    )
+    machine = MachineProfile(
+        device="random",
+        torch_version="none",
+        alignment_bytes=draw(st.sampled_from([1, 64])),
+        link=link,
+        ops=tuple(costs),
+    )
+    return graph, machine
+
+
+def tensor(name: str, born: int, dies: int, *, role: Any = "saved", nbytes: int) -> TensorRecord:
+    return TensorRecord(
+        name=name,
+        module="",
+        target="aten.relu.default",
+        shape=(nbytes,),
+        dtype="uint8",
+        nbytes=nbytes,
+        role=role,
+        born=born,
+        dies=dies,
+        last_forward_use=-1,
+        first_backward_use=-1,
+        codecs=(),
+        pinned_because="",
+    )
+
+
+def codec() -> CodecRecord:
+    return CodecRecord(
+        name="bits",
+        arguments=(),
+        packed_bytes=CODEC_BYTES,
+        encode_key="encode",
+        decode_key="decode",
+    )
+
+
+class Oracle:
+    """Allocates and frees as the rewritten graph would, one event after the other."""
+
+    def __init__(self, graph: GraphRecord, machine: MachineProfile, actions: Any) -> None:
+        self.graph, self.machine, self.actions = graph, machine, actions
+        self.workspace = {cost.key: cost.workspace_bytes for cost in machine.ops}
+        self.live: dict[tuple[str, str], int] = {}
+        self.peak = self.saved_peak = 0
+        for each in graph.tensors:
+            if each.role == "input":
+                self.hold(each.name, "whole", each.nbytes)
+        for event in events(graph, actions):
+            getattr(self, event.kind)(event.position, event.tensor)
+
+    def hold(self, name: str, form: str, nbytes: int) -> None:
+        unit = self.machine.alignment_bytes
+        self.live[name, form] = -(-nbytes // unit) * unit
+
+    def drop(self, name: str, form: str) -> None:
+        del self.live[name, form]
+
+    def note(self, workspace: int = 0) -> None:
+        roles = {each.name: each.role for each in self.graph.tensors}
+        saved = sum(n for (name, _), n in self.live.items() if roles[name] == "saved")
+        self.peak = max(self.peak, sum(self.live.values()) + workspace)
+        self.saved_peak = max(self.saved_peak, saved)
+
+    def of(self, name: str) -> tuple[TensorRecord, CodecRecord | None, str]:
+        found = next(each for each in self.graph.tensors if each.name == name)
+        chosen = self.actions[name].codec
+        return found, chosen, "whole" if chosen is None else "packed"
+
+    def run(self, position: int, _: str) -> None:
+        for each in self.graph.tensors:
+            if each.born == position and each.role != "input":
+                self.hold(each.name, "whole", each.nbytes)
+        self.note(self.workspace[self.graph.ops[position].cost_key])
+        for each in self.graph.tensors:
+            if each.dies == position and each.role != "input":
+                self.drop(each.name, "whole")
+
+    def pack(self, _: int, name: str) -> None:
+        self.hold(name, "packed", CODEC_BYTES)
+        self.note(self.workspace["encode"])
+        self.drop(name, "whole")
+
+    def offload(self, _: int, name: str) -> None:
+        self.note()
+
+    def offload_wait(self, _: int, name: str) -> None:
+        self.note()
+        self.drop(name, self.of(name)[2])
+
+    def reload(self, _: int, name: str) -> None:
+        found, chosen, form = self.of(name)
+        self.hold(name, form, found.nbytes if chosen is None else chosen.packed_bytes)
+        self.note()
+
+    def reload_wait(self, _: int, name: str) -> None:
+        assert (name, self.of(name)[2]) in self.live
+
+    def unpack(self, _: int, name: str) -> None:
+        self.hold(name, "whole", self.of(name)[0].nbytes)
+        self.note(self.workspace["decode"])
+        self.drop(name, "packed")
+
+
+def checked(plan: Plan) -> Plan:
+    """Check what every plan owes, by the oracle."""
+    actions = {each.tensor: each.action for each in plan.decisions}
+    oracle = Oracle(plan.graph, plan.machine, actions)
+    assert plan.predicted.peak_bytes == oracle.peak
+    assert plan.predicted.saved_peak_bytes == oracle.saved_peak
+    for each in plan.graph.saved:
+        legal(plan.graph, each, actions[each.name])
+    spans = sorted((slot.offset_bytes, slot.nbytes) for slot in plan.slots)
+    for (start, nbytes), (following, _) in itertools.pairwise(spans):
+        assert start + nbytes <= following
+    assert {slot.tensor for slot in plan.slots} == {
+        name for name, action in actions.items() if isinstance(action, Offload)
+    }
+    return plan
+
+
+def legal(graph: GraphRecord, each: TensorRecord, action: Action) -> None:
+    if each.pinned_because:
+        assert isinstance(action, Keep)
+    if isinstance(action, Compress):
+        assert action.codec in each.codecs
+    if isinstance(action, Offload):
+        assert action.codec is None or action.codec in each.codecs
+        assert each.last_forward_use <= action.wait_after < graph.forward_count
+        assert graph.forward_count <= action.reload_before <= each.first_backward_use
+
+
+@pytest.mark.parametrize("name", ["keep_all", "compress_all", "offload_all"])
+@settings(max_examples=60, deadline=None)
+@given(case=cases())
+def test_the_ends_of_the_scale_are_legal(name: str, case: Case) -> None:
+    checked(PLANNERS[name](*case, Budget(kind="memory", value=0)))
+
+
+@pytest.mark.parametrize("kind", ["memory", "activations"])
+@settings(max_examples=150, deadline=None)
+@given(case=cases(), share=st.floats(0.0, 1.1))
+def test_a_plan_keeps_to_its_budget_or_says_the_smallest(
+    kind: Any, case: Case, share: float
+) -> None:
+    def used(plan: Plan) -> int:
+        cost = plan.predicted
+        return cost.peak_bytes if kind == "memory" else cost.saved_peak_bytes
+
+    whole = used(PLANNERS["keep_all"](*case, Budget(kind=kind, value=0)))
+    nbytes = int(whole * share)
+    try:
+        plan = greedy(*case, Budget(kind=kind, value=nbytes))
+    except BudgetError as error:
+        nbytes = error.smallest_bytes
+        assert nbytes > int(whole * share)
+        plan = greedy(*case, Budget(kind=kind, value=nbytes))
+        with pytest.raises(BudgetError):
+            greedy(*case, Budget(kind=kind, value=nbytes - 1))
+    assert used(checked(plan)) <= nbytes
+    assert plan == greedy(*case, Budget(kind=kind, value=nbytes))
+    if nbytes >= whole:
+        assert all(isinstance(each.action, Keep) for each in plan.decisions)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), slowdown=st.sampled_from([1.0, 1.1, 2.0, 100.0]))
+def test_a_plan_keeps_to_its_slowdown(case: Case, slowdown: float) -> None:
+    plan = checked(greedy(*case, Budget(kind="slowdown", value=slowdown)))
+    assert plan.predicted.step_s <= plan.baseline.step_s * slowdown * (1 + 1e-9)
+    assert plan.predicted.peak_bytes <= plan.baseline.peak_bytes
