@@ -15,12 +15,14 @@ from torch import fx, nn
 
 from backhaul.errors import CaptureError
 from backhaul.passes.capture import Capture
+from backhaul.passes.fake_model import as_fake, is_meta
 from backhaul.passes.pipeline import Request, Work, run_pipeline
 from backhaul.passes.step_graphs import StepGraphs
 from backhaul.records import Plan
 from backhaul.report import print_report
 from backhaul.runtime.default_link import default_link
 from backhaul.runtime.links import Link
+from backhaul.scheduler.hardware import load_hardware
 from backhaul.scheduler.planner import PLANNERS, Planner
 
 __all__ = ["OptimizedModule", "apply", "optimize", "plan"]
@@ -76,24 +78,53 @@ def optimize(
         TransferError: The host tier cannot be used.
         ValueError: An option has no meaning.
     """
-    if not lossless:
-        raise ValueError("lossless=False: this release has no lossy codec; leave it True")
+    _check_lossless(lossless)
     request = _request(memory_budget, activation_budget, max_slowdown, planner)
     return _prepared(model, sample_input, request, link or default_link(model, spill_folder))
 
 
-def plan(model: nn.Module, sample_input: SampleInput, **options: Any) -> Plan:
-    """Plan a model's memory without rewriting it.
+def plan(
+    model: nn.Module,
+    sample_input: SampleInput,
+    *,
+    hardware: str | os.PathLike[str] | None = None,
+    memory_budget: Bytes = None,
+    activation_budget: Bytes = None,
+    max_slowdown: float | None = None,
+    lossless: bool = True,
+    planner: str | Planner = "greedy",
+    link: Link | None = None,
+    spill_folder: str | os.PathLike[str] | None = None,
+) -> Plan:
+    """Plan a model's memory without rewriting it, for this machine or for another.
+
+    For other hardware nothing is measured: op times come from rooflines over a named profile,
+    and the plan says that they are modelled.  The model may then lie on the meta device, so
+    that its weights are never allocated.
 
     Args:
         model: The model, left as it was.
-        sample_input: As for `optimize`.
-        **options: As for `optimize`.
+        sample_input: As for `optimize`; tensors may lie on the meta device with the model.
+        hardware: A name in `scheduler.hardware.hardware_names()`, as `"h200"`, or the path of
+            a JSON file of the same form; None for this machine.
+        memory_budget: As for `optimize`; for other hardware None means all of its memory.
+        activation_budget: As for `optimize`.
+        max_slowdown: As for `optimize`.
+        lossless: As for `optimize`.
+        planner: As for `optimize`.
+        link: As for `optimize`; not used for other hardware.
+        spill_folder: As for `optimize`; not used for other hardware.
 
     Raises:
+        PlanError: There is no such hardware, or it cannot compute in the model's dtype.
         As `optimize`.
     """
-    return optimize(model, sample_input, **options).plan
+    _check_lossless(lossless)
+    request = _request(memory_budget, activation_budget, max_slowdown, planner)
+    if hardware is not None:
+        request = dataclasses.replace(request, hardware=load_hardware(hardware))
+    link = link or default_link(model, spill_folder)
+    return _prepared(model, sample_input, request, link).plan
 
 
 def apply(
@@ -271,13 +302,26 @@ def _prepared(
     module = OptimizedModule(model, request, link)
     with _same_random_state(model), _training_mode(model), torch.enable_grad():
         args, kwargs = _arguments(sample_input)
-        module.__dict__["_capture"].prepare(model, args, kwargs)
+        captured = model
+        if is_meta(model):
+            _check_only_planned(model, request)
+            captured, (args, kwargs) = as_fake(model, (args, kwargs))
+        module.__dict__["_capture"].prepare(captured, args, kwargs)
     if not module.__dict__["_capture"].works:
         raise CaptureError(
             f"no gradient flows through {type(model).__name__}: nothing in it or in its sample "
             "input requires grad"
         )
     return module
+
+
+def _check_only_planned(model: nn.Module, request: Request) -> None:
+    if request.hardware is None:
+        raise CaptureError(
+            f"{type(model).__name__} lies on the meta device, where nothing can be measured or "
+            "trained: give it weights with `to_empty`, or plan it for other hardware with "
+            'backhaul.plan(..., hardware="h200")'
+        )
 
 
 def _rebuilt(model: nn.Module, request: Request) -> OptimizedModule:
@@ -301,6 +345,11 @@ def _arguments(sample_input: SampleInput) -> tuple[tuple[Any, ...], dict[str, An
         f"sample_input is a {type(sample_input).__name__}: give a tensor, a tuple of positional "
         "arguments, a mapping of keyword arguments, or a callable that makes one of these"
     )
+
+
+def _check_lossless(lossless: bool) -> None:
+    if not lossless:
+        raise ValueError("lossless=False: this release has no lossy codec; leave it True")
 
 
 def _request(

@@ -21,6 +21,7 @@ import torch
 from backhaul.errors import PlanError
 from backhaul.passes.describe import Description, describe, step_device
 from backhaul.passes.insert import insert_plan
+from backhaul.passes.op_work import works_of
 from backhaul.passes.step_graphs import StepGraphs
 from backhaul.passes.verify import verify
 from backhaul.records import Budget, GraphRecord, MachineProfile, Plan
@@ -29,6 +30,7 @@ from backhaul.runtime.links import Link
 from backhaul.runtime.measure_link import measure_link
 from backhaul.runtime.measure_ops import OpCache, device_name, measure_ops
 from backhaul.runtime.session import Session
+from backhaul.scheduler.hardware import HardwareProfile, modelled_machine
 from backhaul.scheduler.planner import Planner
 from backhaul.scheduler.simulator import simulate
 
@@ -47,6 +49,7 @@ class Request:
             `is_fraction`; None for all the memory of the device.
         is_fraction: Whether `value` is such a fraction.
         planner: Answers the budget.
+        hardware: The machine to plan for instead of this one, on which nothing is measured.
         plan: A plan to apply instead of planning, to the graph that it was made for.
         known: Plans to take for the graphs that they were made for, as from an earlier process.
     """
@@ -55,6 +58,7 @@ class Request:
     value: float | None
     is_fraction: bool
     planner: Planner
+    hardware: HardwareProfile | None = None
     plan: Plan | None = None
     known: tuple[Plan, ...] = ()
 
@@ -88,11 +92,18 @@ def describe_step(work: Work) -> Work:
 
 
 def measure_machine(work: Work) -> Work:
-    """Measure every distinct op, every codec, and the link, unless the plan is already there."""
+    """Measure every distinct op, every codec, and the link, or model them for other hardware.
+
+    A plan that is already there has brought its measurements along.
+    """
     assert work.description is not None
     given = _given_plan(work.request, work.description.record)
     if given is not None:
         return replace(work, machine=given.machine)
+    if work.request.hardware is not None:
+        works = works_of(work.description.calls)
+        modelled = modelled_machine(work.request.hardware, works, torch.__version__)
+        return replace(work, machine=modelled)
     device = step_device(work.step)
     cache = OpCache(device)
     machine = MachineProfile(
@@ -161,6 +172,8 @@ def _budget(
             value = request.value * scale if request.is_fraction else request.value
             return Budget(kind="activations", value=int(value))
         case _:
+            if request.value is None and request.hardware is not None:
+                return Budget(kind="memory", value=int(request.hardware.memory_bytes.value))
             if request.value is None:
                 return Budget(kind="memory", value=capacity_bytes(device))
             scale = simulate(graph, machine, {}).prediction.peak_bytes

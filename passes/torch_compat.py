@@ -28,6 +28,7 @@ __all__ = [
     "BackendCompilerFailed",
     "Compiled",
     "FakeTensor",
+    "FakeTensorMode",
     "TorchDynamoException",
     "boxed",
     "capture_settings",

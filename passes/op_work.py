@@ -1,0 +1,99 @@
+"""What each op of a graph has to do: its class, its arithmetic, and the bytes that it touches.
+
+Arithmetic comes from torch's own flop counter, on fake tensors: nothing is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from backhaul.passes.torch_compat import FakeTensorMode
+from backhaul.runtime.measure_ops import OpCall, TensorSpec
+from backhaul.scheduler.hardware import OpClass, OpWork
+
+__all__ = ["works_of"]
+
+aten = torch.ops.aten
+
+_CLASS_BY_PACKET: dict[Any, OpClass] = {
+    aten.mm: "matmul",
+    aten.addmm: "matmul",
+    aten.bmm: "matmul",
+    aten.baddbmm: "matmul",
+    aten.convolution: "convolution",
+    aten._convolution: "convolution",
+    aten.convolution_backward: "convolution",
+}
+_ATTENTION = "_scaled_dot_product"
+
+
+def works_of(calls: Sequence[OpCall]) -> tuple[OpWork, ...]:
+    """Say what each distinct call does, in order of first appearance."""
+    call_by_key = {call.key: call for call in reversed(calls)}
+    distinct = [call_by_key[key] for key in dict.fromkeys(call.key for call in calls)]
+    with torch.no_grad(), FakeTensorMode():
+        return tuple(_work_of(call) for call in distinct)
+
+
+def _work_of(call: OpCall) -> OpWork:
+    args, kwargs = _faked((call.args, call.kwargs))
+    result = call.target(*args, **kwargs)
+    given, made = list(_tensors((args, kwargs))), list(_tensors(result))
+    packet = getattr(call.target, "overloadpacket", call.target)
+    op_class = _class_of(packet)
+    floats = [tensor for tensor in given if tensor.is_floating_point()]
+    return OpWork(
+        key=call.key,
+        op_class=op_class,
+        dtype=str(floats[0].dtype).removeprefix("torch.") if floats else "",
+        flops=0 if op_class == "memory" else _flops(packet, args, kwargs, result),
+        nbytes=sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made)),
+    )
+
+
+def _class_of(packet: Any) -> OpClass:
+    if _ATTENTION in str(packet):
+        return "attention"
+    return _CLASS_BY_PACKET.get(packet, "memory")
+
+
+def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> int:
+    if _ATTENTION in str(packet):
+        return _attention_flops(packet, args)
+    return int(flop_registry[packet](*args, **kwargs, out_val=result))
+
+
+def _attention_flops(packet: Any, args: Any) -> int:
+    """Count the two products of a forward, or the five of a backward, over all heads."""
+    is_backward = "backward" in str(packet)
+    query, key, value = args[1:4] if is_backward else args[:3]
+    batch, heads, length, width = query.shape
+    scores = 2 * batch * heads * length * key.shape[2]
+    if is_backward:
+        return int(scores * (3 * width + 2 * value.shape[-1]))
+    return int(scores * (width + value.shape[-1]))
+
+
+def _faked(value: Any) -> Any:
+    if isinstance(value, TensorSpec):
+        storage = torch.empty(value.storage_length, dtype=value.dtype, device=value.device)
+        return storage.as_strided(value.size, value.stride, value.storage_offset)
+    if isinstance(value, (tuple, list)):
+        return type(value)([_faked(item) for item in value])
+    if isinstance(value, dict):
+        return {name: _faked(item) for name, item in value.items()}
+    return value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
