@@ -10,7 +10,7 @@ known accesses would do it; the simulator then says what the result costs.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
@@ -205,24 +205,25 @@ def _place_waits(
     started: dict[int, list[str]] = defaultdict(list)
     for name, move in moves.items():
         started[move.start_after].append(name)
-    copying: deque[tuple[str, float]] = deque()
+    copying: list[tuple[str, float]] = []
     wait_after: dict[str, int] = {}
-    held_bytes = 0
     now_s = engine_free_s = 0.0
     for position in range(graph.forward_count):
         held_bytes = sum(
             moves[name].held_bytes for name, _ in copying if moves[name].idle_after < position
         )
-        while copying:
-            name, copied_at_s = copying[0]
+        still: list[tuple[str, float]] = []
+        # A tensor that the whole forward reads must not hold up those that are idle behind it.
+        for name, copied_at_s in copying:
             is_idle = moves[name].idle_after < position
             is_short = memory[position] + held_bytes > limit.nbytes
-            if not is_idle or not (copied_at_s <= now_s or is_short):
-                break
-            copying.popleft()
-            now_s = max(now_s, copied_at_s)
-            wait_after[name] = position - 1
-            held_bytes -= moves[name].held_bytes
+            if is_idle and (copied_at_s <= now_s or is_short):
+                now_s = max(now_s, copied_at_s)
+                wait_after[name] = position - 1
+                held_bytes -= moves[name].held_bytes
+            else:
+                still.append((name, copied_at_s))
+        copying = still
         now_s += cost.duration_s[position]
         for name in started.get(position, ()):
             engine_free_s = max(now_s, engine_free_s) + moves[name].d2h_s
