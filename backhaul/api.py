@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import logging
 import os
@@ -18,9 +19,11 @@ from backhaul.passes.capture import Capture
 from backhaul.passes.fake_model import as_fake, is_meta
 from backhaul.passes.pipeline import Request, Work, run_pipeline
 from backhaul.passes.step_graphs import StepGraphs
+from backhaul.passes.torch_compat import saved_tensor_hooks_are_on
 from backhaul.records import Plan
 from backhaul.report import print_report
 from backhaul.runtime.default_link import default_link
+from backhaul.runtime.disk import DiskLink
 from backhaul.runtime.links import Link
 from backhaul.scheduler.hardware import load_hardware
 from backhaul.scheduler.planner import PLANNERS, Planner
@@ -28,6 +31,19 @@ from backhaul.scheduler.planner import PLANNERS, Planner
 __all__ = ["OptimizedModule", "apply", "optimize", "plan"]
 
 _logger = logging.getLogger(__name__)
+
+# What `nn.Module` keeps on a module, and the wrapper has in common with the model.  Hooks of
+# calls are the wrapper's own, as the wrapper is what is called.
+_SHARED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
 
 SampleInput = torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[], Any]
 Bytes = int | float | str | None
@@ -80,7 +96,7 @@ def optimize(
     """
     _check_lossless(lossless)
     request = _request(memory_budget, activation_budget, max_slowdown, planner)
-    return _prepared(model, sample_input, request, link or default_link(model, spill_folder))
+    return _prepared(model, sample_input, request, _link(model, link, spill_folder))
 
 
 def plan(
@@ -123,8 +139,7 @@ def plan(
     request = _request(memory_budget, activation_budget, max_slowdown, planner)
     if hardware is not None:
         request = dataclasses.replace(request, hardware=load_hardware(hardware))
-    link = link or default_link(model, spill_folder)
-    return _prepared(model, sample_input, request, link).plan
+    return _prepared(model, sample_input, request, _link(model, link, spill_folder)).plan
 
 
 def apply(
@@ -147,7 +162,11 @@ def apply(
     Raises:
         PlanError: The plan belongs to another graph; the error says what differs.
         CaptureError: The model or its input cannot be captured.
+        TransferError: The host tier has no room for the plan's slots.
+        TypeError: The plan is none.
     """
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan is a {type(plan).__name__}: give a Plan, as Plan.load makes it")
     request = Request(
         kind=plan.budget.kind,
         value=plan.budget.value,
@@ -155,7 +174,11 @@ def apply(
         planner=PLANNERS.get(plan.planner, PLANNERS["greedy"]),
         plan=plan,
     )
-    return _prepared(model, sample_input, request, link or default_link(model, spill_folder))
+    link = _link(model, link, spill_folder)
+    module = _prepared(model, sample_input, request, link)
+    if plan.host_bytes:
+        link.reserve(plan.host_bytes).release()
+    return module
 
 
 class OptimizedModule(nn.Module):
@@ -169,7 +192,7 @@ class OptimizedModule(nn.Module):
     def __init__(self, model: nn.Module, request: Request, link: Link) -> None:
         super().__init__()
         own = self.__dict__
-        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+        for name in _SHARED:
             own[name] = model.__dict__[name]
         own.pop("training", None)
         own["_model"] = model
@@ -182,6 +205,7 @@ class OptimizedModule(nn.Module):
         model: nn.Module = self.__dict__["_model"]
         if not (model.training and torch.is_grad_enabled()):
             return model(*args, **kwargs)
+        self._check_no_saved_tensor_hooks()
         return self._run(self.__dict__["_capture"], args, kwargs)
 
     @property
@@ -243,8 +267,9 @@ class OptimizedModule(nn.Module):
         return getattr(self.__dict__["_model"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set on the model what is not a property of the wrapper."""
-        if "_model" not in self.__dict__ or isinstance(getattr(type(self), name, None), property):
+        """Set on the model what the wrapper has neither as its own nor as a property."""
+        is_own = name in self.__dict__ or isinstance(getattr(type(self), name, None), property)
+        if "_model" not in self.__dict__ or is_own:
             super().__setattr__(name, value)
         else:
             setattr(self.__dict__["_model"], name, value)
@@ -252,6 +277,10 @@ class OptimizedModule(nn.Module):
     def __delattr__(self, name: str) -> None:
         """Delete from the model."""
         delattr(self.__dict__["_model"], name)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load as a child of another module, by the model's own way of loading."""
+        self.__dict__["_model"]._load_from_state_dict(*args, **kwargs)
 
     def __getitem__(self, key: Any) -> Any:
         """Return what the model, a container, has under this key."""
@@ -265,10 +294,31 @@ class OptimizedModule(nn.Module):
         """Be true, also of an empty container."""
         return True
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizedModule:
+        """Copy the model; the copy knows the plans, and captures when it is first called."""
+        model = copy.deepcopy(self.__dict__["_model"], memo)
+        return OptimizedModule(model, self._known_request(), self.__dict__["_link"])
+
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy the model and its plans; the copy captures its graph when it is first called."""
-        request = dataclasses.replace(self.__dict__["_request"], plan=None, known=self.plans)
-        return _rebuilt, (self.__dict__["_model"], request)
+        """Pickle the model, its plans, and where its spill file lies; see `__deepcopy__`.
+
+        A link that the user made stays behind: the other process gets the default one.
+        """
+        link = self.__dict__["_link"]
+        folder = str(link.folder) if isinstance(link, DiskLink) else None
+        return _rebuilt, (self.__dict__["_model"], self._known_request(), folder)
+
+    def _known_request(self) -> Request:
+        request: Request = self.__dict__["_request"]
+        return dataclasses.replace(request, plan=None, known=self.plans)
+
+    def _check_no_saved_tensor_hooks(self) -> None:
+        """Refuse hooks that would copy what stands for an offloaded tensor, and lose its slot."""
+        if saved_tensor_hooks_are_on() and any(plan.slots for plan in self.plans):
+            raise CaptureError(
+                "saved-tensor hooks are on (as those of `save_on_cpu`), and would see handles in "
+                "place of the activations that the plan offloads: use one of the two, not both"
+            )
 
     def _first_work(self) -> Work:
         works: list[Work] = self.__dict__["_capture"].works
@@ -299,6 +349,7 @@ def _prepared(
     model: nn.Module, sample_input: SampleInput, request: Request, link: Link
 ) -> OptimizedModule:
     """Make the module and capture its step for the sample, leaving no trace in the model."""
+    _check_model(model)
     module = OptimizedModule(model, request, link)
     with _same_random_state(model), _training_mode(model), torch.enable_grad():
         args, kwargs = _arguments(sample_input)
@@ -315,6 +366,16 @@ def _prepared(
     return module
 
 
+def _check_model(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, OptimizedModule):
+            where = f"its module {name}" if name else "it"
+            raise CaptureError(
+                f"{type(model).__name__} cannot be optimized: {where} already is; optimize the "
+                "whole model once"
+            )
+
+
 def _check_only_planned(model: nn.Module, request: Request) -> None:
     if request.hardware is None:
         raise CaptureError(
@@ -324,8 +385,8 @@ def _check_only_planned(model: nn.Module, request: Request) -> None:
         )
 
 
-def _rebuilt(model: nn.Module, request: Request) -> OptimizedModule:
-    return OptimizedModule(model, request, default_link(model, None))
+def _rebuilt(model: nn.Module, request: Request, folder: str | None) -> OptimizedModule:
+    return OptimizedModule(model, request, default_link(model, folder))
 
 
 def _without_plan(request: Request) -> Request:
@@ -345,6 +406,17 @@ def _arguments(sample_input: SampleInput) -> tuple[tuple[Any, ...], dict[str, An
         f"sample_input is a {type(sample_input).__name__}: give a tensor, a tuple of positional "
         "arguments, a mapping of keyword arguments, or a callable that makes one of these"
     )
+
+
+def _link(model: nn.Module, link: Link | None, spill_folder: str | os.PathLike[str] | None) -> Link:
+    """Return the link that was given, or the default one of the model's device."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: give a torch.nn.Module")
+    if link is None:
+        return default_link(model, spill_folder)
+    if not isinstance(link, Link):
+        raise TypeError(f"link is a {type(link).__name__}: give a Link, or leave it out")
+    return link
 
 
 def _check_lossless(lossless: bool) -> None:
@@ -372,10 +444,20 @@ def _request(
     if isinstance(planner, str):
         if planner not in PLANNERS:
             raise ValueError(f"planner={planner!r}: give one of {', '.join(PLANNERS)}")
+        if planner != "greedy" and given:
+            raise ValueError(
+                f"planner={planner!r} treats every tensor alike and asks for no {given[0]}: give "
+                "one of the two"
+            )
         planner = PLANNERS[planner]
+    if not callable(planner):
+        raise ValueError(
+            f"planner={planner!r}: give one of {', '.join(PLANNERS)}, or a function of graph, "
+            "machine and budget"
+        )
     if max_slowdown is not None:
-        if not max_slowdown >= 1.0:
-            raise ValueError(f"max_slowdown={max_slowdown}: give a factor of 1.0 or more")
+        if not isinstance(max_slowdown, (int, float)) or not max_slowdown >= 1.0:
+            raise ValueError(f"max_slowdown={max_slowdown!r}: give a factor of 1.0 or more")
         return Request(kind="slowdown", value=max_slowdown, is_fraction=False, planner=planner)
     if activation_budget is not None:
         value, is_fraction = _parsed_bytes("activation_budget", activation_budget)
@@ -397,8 +479,8 @@ def _parsed_bytes(name: str, given: Bytes) -> tuple[float | None, bool]:
         if not 0.0 < given <= 1.0:
             raise ValueError(f"{name}={given}: a fraction lies in (0, 1]; give bytes as an int")
         return given, True
-    if isinstance(given, bool) or given <= 0:
-        raise ValueError(f"{name}={given}: give a positive number of bytes")
+    if not isinstance(given, int) or isinstance(given, bool) or given <= 0:
+        raise ValueError(f"{name}={given!r}: give a positive number of bytes")
     return given, False
 
 

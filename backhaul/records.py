@@ -156,12 +156,15 @@ class OpCost:
         duration_s: Median time of one call.
         workspace_bytes: Most memory it holds beyond its inputs and outputs.
         source: Where the numbers come from.
+        made: Dtype and storage bytes of each result, as `float32:1024`; empty for what is no
+            tensor.  No results at all if they are not known.
     """
 
     key: str
     duration_s: float
     workspace_bytes: int
     source: Source
+    made: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ that parameters, buffers, random state and Python state stay as they were.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ from backhaul.passes.step_graphs import StepGraphs
 from backhaul.passes.torch_compat import (
     BackendCompilerFailed,
     TorchDynamoException,
+    autograd_time,
     boxed,
     capture_settings,
     compile_whole,
@@ -43,14 +45,14 @@ class Capture:
     """One module's compiled step.
 
     Args:
-        rewrite: Turns a captured step into the one that runs.
+        rewrite: Turns a captured step into the one that runs; a bound method, held weakly.
     """
 
     def __init__(self, rewrite: Rewrite) -> None:
-        self._rewrite = rewrite
-        self._is_dry = False
-        self.works: list[Work] = []
-        self._compiled = compile_whole(_own_copy_of(_call_module), self._backend)
+        self._graphs = _Graphs(weakref.WeakMethod(rewrite))
+        self._compiled = compile_whole(_own_copy_of(_call_module), _Backend(self._graphs))
+        # Dynamo keeps what it compiled; the sessions and their link go with the module.
+        weakref.finalize(self, self._graphs.works.clear).atexit = False
 
     def __call__(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Any) -> Any:
         """Run the step on these arguments, capturing it first if it is new.
@@ -76,29 +78,57 @@ class Capture:
 
     def prepare(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Any) -> None:
         """Capture the step for these arguments without running it; see `__call__`."""
-        self._is_dry = True
+        self._graphs.are_dry = True
         try:
             self(module, args, kwargs)
         except _DryRun:
             pass
         finally:
-            self._is_dry = False
+            self._graphs.are_dry = False
 
     @property
-    def is_dry(self) -> bool:
-        """Say whether graphs are captured and not run."""
-        return self._is_dry
+    def works(self) -> list[Work]:
+        """List what the passes made of each graph, in order of capture."""
+        return self._graphs.works
 
-    def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Any:
-        return _CapturedGraph(self, self._rewrite).compile(gm, example_inputs)
+
+class _Backend:
+    """What Dynamo calls with a new graph.
+
+    Hazard: Dynamo keeps every backend for ever, and graphs at a code object, where the garbage
+    collector does not look.  Neither may lead back to the module or to its host memory.
+    """
+
+    def __init__(self, graphs: _Graphs) -> None:
+        self._graphs = weakref.ref(graphs)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Any:
+        graphs = self._graphs()
+        assert graphs is not None, "a module that is called is alive"
+        return _CapturedGraph(graphs).compile(gm, example_inputs)
+
+
+class _Graphs:
+    """The graphs of one module, and whether they are captured without being run."""
+
+    def __init__(self, rewrite: weakref.WeakMethod[Rewrite]) -> None:
+        self._rewrite = rewrite
+        self.are_dry = False
+        self.works: list[Work] = []
+
+    def rewritten(self, step: StepGraphs) -> Work:
+        rewrite = self._rewrite()
+        assert rewrite is not None, "a module that is called is alive"
+        work = rewrite(step)
+        self.works.append(work)
+        return work
 
 
 class _CapturedGraph:
     """One graph of the module: for one set of shapes, dtypes, flags and hooks."""
 
-    def __init__(self, capture: Capture, rewrite: Rewrite) -> None:
-        self._capture = capture
-        self._rewrite = rewrite
+    def __init__(self, graphs: _Graphs) -> None:
+        self._graphs = graphs
         self._unused: UnusedGradients | None = None
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Any:
@@ -107,9 +137,10 @@ class _CapturedGraph:
             compiled = backend(gm, example_inputs)
 
         def run(*args: Any) -> Any:
+            since = autograd_time()
             results = compiled(*args)
             if self._unused is not None:
-                self._unused.watch(results)
+                self._unused.watch(results, since)
             return results
 
         return run
@@ -123,15 +154,14 @@ class _CapturedGraph:
         describe_replayed_random_ops(forward, dict(zip(step.saved, step.received, strict=True)))
         _check_static(step)
         self._unused = UnusedGradients(step)
-        work = self._rewrite(step)
-        self._capture.works.append(work)
+        work = self._graphs.rewritten(step)
         return work.step.forward, work.step.backward
 
     def _forward(self, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
         call = boxed(gm)
 
         def run(args: list[Any]) -> Any:
-            if self._capture.is_dry:
+            if self._graphs.are_dry:
                 raise _DryRun
             return call(args)
 
@@ -158,8 +188,8 @@ def _call_module(module: torch.nn.Module, args: Sequence[Any], kwargs: Any) -> A
 
 
 def _own_copy_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Copy a function with its code: Dynamo keeps its graphs by code object."""
-    return type(function)(function.__code__.replace(), function.__globals__)  # type: ignore
+    """Copy a function with its code and its globals: Dynamo keeps graphs at one, names in both."""
+    return type(function)(function.__code__.replace(), dict(function.__globals__))  # type: ignore
 
 
 def _check_static(step: StepGraphs) -> None:

@@ -8,9 +8,10 @@ rebuilt exactly.
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -19,19 +20,34 @@ from backhaul.errors import InternalError
 from backhaul.passes.codec_choice import codec_for
 from backhaul.passes.op_calls import call_of
 from backhaul.passes.step_graphs import StepGraphs, Storages, is_alias_op, results_of, tensors_of
-from backhaul.passes.torch_compat import storage_id
-from backhaul.records import CodecRecord, GraphRecord, OpRecord, Role, TensorRecord
-from backhaul.runtime.measure_ops import OpCall
+from backhaul.passes.torch_compat import storage_id, storage_nbytes
+from backhaul.records import CodecRecord, GraphRecord, OpCost, OpRecord, Role, TensorRecord
+from backhaul.runtime.measure_ops import OpCall, describe_results
 
-__all__ = ["Description", "describe", "module_of", "step_device", "view_chain"]
+__all__ = [
+    "Description",
+    "describe",
+    "keep_what_breaks_its_promise",
+    "module_of",
+    "step_device",
+    "view_chain",
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A step's record, and the calls whose costs a planner will ask for."""
+    """A step's record, and the calls whose costs a planner will ask for.
+
+    Attributes:
+        record: The step.
+        calls: Each call to be costed.
+        promised: What torch's fake kernels promise of each saved tensor: the key of the op that
+            makes it, which of its results it is, and `OpCost.made` of that result.
+    """
 
     record: GraphRecord
     calls: tuple[OpCall, ...]
+    promised: dict[str, tuple[str, int, str]]
 
 
 def describe(step: StepGraphs) -> Description:
@@ -53,7 +69,31 @@ def describe(step: StepGraphs) -> Description:
         forward_count=step.forward_count,
         tensors=tensors,
     )
-    return Description(record, tuple(call for call in calls if call) + codec_calls)
+    key_by_op = {node: call.key for node, call in zip(survey.ops, calls, strict=True) if call}
+    return Description(
+        record, tuple(call for call in calls if call) + codec_calls, survey.promised(key_by_op)
+    )
+
+
+def keep_what_breaks_its_promise(
+    record: GraphRecord, promised: Mapping[str, tuple[str, int, str]], costs: Iterable[OpCost]
+) -> GraphRecord:
+    """Pin each tensor whose op, when it was measured, made another one than its fake kernel.
+
+    Torch's fake kernels are wrong about some results, as the statistics of norms in mixed
+    precision; a copy back would have the wrong dtype or size.
+    """
+    made_by_key = {cost.key: cost.made for cost in costs}
+
+    def checked(tensor: TensorRecord) -> TensorRecord:
+        key, index, promise = promised.get(tensor.name, ("", 0, ""))
+        made = made_by_key.get(key, ())
+        if tensor.pinned_because or not made or made[index] == promise:
+            return tensor
+        reason = f"{key.partition('(')[0]} makes {made[index]} bytes of it, not {promise} as traced"
+        return replace(tensor, codecs=(), pinned_because=reason)
+
+    return replace(record, tensors=tuple(map(checked, record.tensors)))
 
 
 def module_of(node: fx.Node) -> str:
@@ -99,6 +139,19 @@ class _Survey:
 
     def storages_of(self, node: fx.Node) -> Storages:
         return self._forward if node.graph is self._step.forward.graph else self._backward
+
+    def promised(self, key_by_op: Mapping[fx.Node, str]) -> dict[str, tuple[str, int, str]]:
+        """See `Description.promised`."""
+        found = {}
+        for key in self._saved:
+            base = self._forward.base(key)
+            source, index = base, 0
+            if base.target is operator.getitem:
+                source, index = base.args  # type: ignore[assignment]  # a node and a number
+            (promise,) = describe_results(base.meta["val"])[:1] or ("",)
+            if source in key_by_op:
+                found[base.name] = (key_by_op[source], int(index), promise)
+        return found
 
     def tensors(self) -> tuple[tuple[TensorRecord, ...], tuple[OpCall, ...]]:
         """Describe every storage, in order of birth, and the codec calls of the saved ones."""
@@ -168,7 +221,8 @@ class _Survey:
         return [user for node in holders for user in node.users if user.op != "output"]
 
     def _codec(self, base: fx.Node, key: int) -> tuple[CodecRecord | None, tuple[OpCall, ...]]:
-        if not isinstance(base.meta["val"], torch.Tensor):
+        value = base.meta["val"]
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return None, ()
         readers = [
             (user, holder)
@@ -212,7 +266,7 @@ def step_device(step: StepGraphs) -> torch.device:
     bytes_by_device: dict[torch.device, int] = {}
     for node in step.saved:
         for value in tensors_of(node):
-            nbytes = int(value.untyped_storage().nbytes())
+            nbytes = storage_nbytes(value)
             bytes_by_device[value.device] = bytes_by_device.get(value.device, 0) + nbytes
     return max(bytes_by_device, key=bytes_by_device.__getitem__, default=torch.device("cpu"))
 
@@ -224,7 +278,7 @@ def _nodes(gm: fx.GraphModule, *ops: str) -> list[fx.Node]:
 def _nbytes(base: fx.Node, key: int) -> int:
     for value in tensors_of(base):
         if storage_id(value) == key:
-            return int(value.untyped_storage().nbytes())
+            return storage_nbytes(value)
     raise InternalError(f"node {base.name} does not hold the storage it is named for")
 
 
@@ -240,11 +294,15 @@ def _fingerprint(step: StepGraphs) -> str:
         for node in gm.graph.nodes:
             args = fx.map_arg((node.args, node.kwargs), _numbered(index))
             geometry = [
-                (tuple(value.size()), tuple(value.stride()), str(value.dtype), value.device.type)
+                (tuple(value.size()), _strides(value), str(value.dtype), value.device.type)
                 for value in tensors_of(node)
             ]
             digest.update(repr((node.op, _target_name(node), args, geometry)).encode())
     return digest.hexdigest()
+
+
+def _strides(value: torch.Tensor) -> tuple[int, ...] | str:
+    return tuple(value.stride()) if value.layout is torch.strided else str(value.layout)
 
 
 def _numbered(index: dict[fx.Node, int]) -> Callable[[fx.Node], str]:

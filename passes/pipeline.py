@@ -19,7 +19,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from backhaul.errors import PlanError
-from backhaul.passes.describe import Description, describe, step_device
+from backhaul.passes.describe import (
+    Description,
+    describe,
+    keep_what_breaks_its_promise,
+    step_device,
+)
 from backhaul.passes.insert import insert_plan
 from backhaul.passes.op_work import works_of
 from backhaul.passes.step_graphs import StepGraphs
@@ -113,7 +118,10 @@ def measure_machine(work: Work) -> Work:
         link=measure_link(work.link, device, cache=cache),
         ops=measure_ops(work.description.calls, device, cache=cache),
     )
-    return replace(work, machine=machine)
+    record = keep_what_breaks_its_promise(
+        work.description.record, work.description.promised, machine.ops
+    )
+    return replace(work, machine=machine, description=replace(work.description, record=record))
 
 
 def choose_plan(work: Work) -> Work:

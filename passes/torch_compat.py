@@ -30,6 +30,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDynamoException",
+    "autograd_time",
     "boxed",
     "capture_settings",
     "compile_whole",
@@ -39,7 +40,9 @@ __all__ = [
     "is_mutation_of",
     "make_backend",
     "op_of",
+    "saved_tensor_hooks_are_on",
     "storage_id",
+    "storage_nbytes",
     "tracing_settings",
 ]
 
@@ -171,9 +174,26 @@ def boxed(gm: torch.fx.GraphModule) -> Compiled:
     return call
 
 
+def autograd_time() -> int:
+    """Return what the next autograd node of this thread is numbered; numbers rise."""
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # not in the stubs
+
+
+def saved_tensor_hooks_are_on() -> bool:
+    """Say whether `torch.autograd.graph.saved_tensors_hooks` would see what is saved now."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def storage_id(value: torch.Tensor) -> int:
-    """Identify the storage of a tensor, fake ones included."""
+    """Identify the storage of a tensor, fake ones included; a sparse one is its own."""
+    if value.layout is not torch.strided:
+        return id(value)
     return int(value.untyped_storage()._cdata)
+
+
+def storage_nbytes(value: torch.Tensor) -> int:
+    """Return the size of a tensor's storage; 0 for a sparse one, whose size is not known."""
+    return int(value.untyped_storage().nbytes()) if value.layout is torch.strided else 0
 
 
 def fake_mode_of(gm: torch.fx.GraphModule) -> FakeTensorMode:

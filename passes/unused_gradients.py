@@ -34,11 +34,16 @@ class UnusedGradients:
         self._tangents_of_gradient = _tangents_of_gradients(step)
         self._unused = threading.local()
 
-    def watch(self, results: Iterable[Any]) -> None:
-        """Note, when the backward of these results comes, which of them were not used."""
+    def watch(self, results: Iterable[Any], since: int) -> None:
+        """Note, when the backward of these results comes, which of them were not used.
+
+        Args:
+            results: What a call of the step returned.
+            since: `autograd_time()` before that call.
+        """
         if len(self._output_of_tangent) < 2:
             return
-        node = _compiled_node(results)
+        node = _compiled_node(results, since)
         if node is not None:
             node.register_prehook(self._note)
 
@@ -83,13 +88,17 @@ def _tangents_of_gradients(step: StepGraphs) -> list[frozenset[int]]:
     ]
 
 
-def _compiled_node(results: Iterable[Any]) -> Any:
-    """Find the autograd node of the compiled step behind its results, through views of them."""
+def _compiled_node(results: Iterable[Any], since: int) -> Any:
+    """Find the autograd node of the compiled step behind its results, through views of them.
+
+    Hazard: behind a view of an input stands the node of whatever made the input, which may be
+    another compiled step.  It is older than the call.
+    """
     waiting = [result.grad_fn for result in results if isinstance(result, torch.Tensor)]
     seen: set[Any] = set()
     while waiting:
         node = waiting.pop(0)
-        if node is None or node in seen:
+        if node is None or node in seen or node._sequence_nr() < since:
             continue
         if type(node).__name__ == COMPILED_NODE:
             return node

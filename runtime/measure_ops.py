@@ -28,7 +28,15 @@ from backhaul.records import OpCost
 from backhaul.runtime.memory import can_measure_peak, measure_peak_bytes
 from backhaul.runtime.op_cache import OpCache, device_name
 
-__all__ = ["OpCache", "OpCall", "TensorSpec", "device_name", "measure_ops", "untraced"]
+__all__ = [
+    "OpCache",
+    "OpCall",
+    "TensorSpec",
+    "describe_results",
+    "device_name",
+    "measure_ops",
+    "untraced",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -194,6 +202,18 @@ def _measure(call: OpCall, device: torch.device, *, integer: int) -> OpCost:
         duration_s=statistics.median(durations_s),
         workspace_bytes=workspace_bytes or 0,
         source="assumed" if workspace_bytes is None else "measured",
+        made=describe_results(run()),
+    )
+
+
+def describe_results(results: object) -> tuple[str, ...]:
+    """Write dtype and storage bytes of what an op returned, as in `OpCost.made`."""
+    listed = results if isinstance(results, (tuple, list)) else (results,)
+    return tuple(
+        f"{str(result.dtype).removeprefix('torch.')}:{result.untyped_storage().nbytes()}"
+        if isinstance(result, torch.Tensor) and result.layout is torch.strided
+        else ""
+        for result in listed
     )
 
 

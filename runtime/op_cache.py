@@ -19,7 +19,7 @@ __all__ = ["OpCache", "device_name"]
 
 _logger = logging.getLogger(__name__)
 
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 class OpCache:
@@ -66,8 +66,9 @@ class OpCache:
                     duration_s=float(duration_s),
                     workspace_bytes=int(workspace_bytes),
                     source="measured",
+                    made=tuple(map(str, made)),
                 )
-                for key, (duration_s, workspace_bytes) in record["ops"].items()
+                for key, (duration_s, workspace_bytes, made) in record["ops"].items()
             }
         except FileNotFoundError:
             return {}
@@ -77,7 +78,7 @@ class OpCache:
 
     def _write(self) -> None:
         ops = {
-            key: (cost.duration_s, cost.workspace_bytes)
+            key: (cost.duration_s, cost.workspace_bytes, cost.made)
             for key, cost in sorted(self._cost_by_key.items())
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
