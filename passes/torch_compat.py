@@ -6,6 +6,7 @@ Tried on torch 2.11 to 2.14.  A name that moves between versions is looked up he
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -107,8 +108,52 @@ def tracing_settings() -> Iterator[None]:
         mock.patch.object(graph_compile, "collect_bw_donated_buffer_idxs", lambda *_: []),
         functorch_config.patch(graphsafe_rng_functionalization=False),
         _recurrent_layers_as_eager(),
+        _whole_ops_as_eager(),
     ):
         yield
+
+
+@contextlib.contextmanager
+def _whole_ops_as_eager() -> Iterator[None]:
+    """Trace ops with kernels of their own as one op, which torch takes apart into many.
+
+    The parts round otherwise than the kernel, and save far more for the backward.
+    """
+    taken: list[tuple[Any, dict[Any, Any]]] = []
+    try:
+        for op in _ops_taken_apart():
+            keys = [key for key in op.py_kernels if key in _TRACING_KEYS]
+            taken.append((op, {key: op.py_kernels.pop(key) for key in keys}))
+            op._dispatch_cache.clear()
+        yield
+    finally:
+        for op, kernels in taken:
+            op.py_kernels.update(kernels)
+            op._dispatch_cache.clear()
+
+
+_TRACING_KEYS = (
+    torch._C.DispatchKey.Autograd,
+    torch._C.DispatchKey.CompositeImplicitAutograd,
+)
+_TAKEN_APART = (
+    "softshrink",
+    "hardshrink",
+    "multi_margin_loss",
+    "multilabel_margin_loss_forward",
+)
+
+
+@functools.cache
+def _ops_taken_apart() -> tuple[Any, ...]:
+    names = [name for name in dir(torch.ops.aten) if "upsample_" in name]
+    packets = [getattr(torch.ops.aten, name) for name in (*names, *_TAKEN_APART)]
+    return tuple(
+        getattr(packet, overload)
+        for packet in packets
+        if isinstance(packet, torch._ops.OpOverloadPacket)
+        for overload in packet.overloads()  # type: ignore[no-untyped-call]  # torch gives no types
+    )
 
 
 @contextlib.contextmanager

@@ -236,6 +236,22 @@ def test_a_checkpointed_region_with_dropout(assert_bit_equal: Check) -> None:
     )
 
 
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_interpolation_is_one_op(assert_bit_equal: Check, mode: str) -> None:
+    def run(self: Any, x: Tensor) -> Tensor:
+        return self.tail(F.interpolate(self.head(x), scale_factor=1.7, mode=mode)).tanh()
+
+    assert_bit_equal(lambda: Custom(run, head=nn.Conv2d(3, 4, 3), tail=nn.Conv2d(4, 2, 3)), images)
+
+
+def test_losses_and_shrinks_are_one_op(assert_bit_equal: Check) -> None:
+    def run(self: Any, x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        y = self.body(x)
+        return F.multi_margin_loss(y, labels), F.softshrink(y), F.hardshrink(y)
+
+    assert_bit_equal(lambda: Custom(run, body=mlp()), lambda: (rows(), torch.tensor([0, 3, 5, 15])))
+
+
 class MaybeCheckpointed(nn.Module):
     def __init__(self, is_checkpointed: bool) -> None:
         super().__init__()
