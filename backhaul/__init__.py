@@ -10,7 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from backhaul.api import OptimizedModule, apply, optimize, plan
+    from backhaul.api import apply, optimize, plan
+    from backhaul.module import OptimizedModule
     from backhaul.records import Plan
 
 __version__ = "0.1.0"
@@ -18,7 +19,7 @@ __version__ = "0.1.0"
 __all__ = ["OptimizedModule", "Plan", "apply", "optimize", "plan"]
 
 _HOME = {
-    "OptimizedModule": "backhaul.api",
+    "OptimizedModule": "backhaul.module",
     "Plan": "backhaul.records",
     "apply": "backhaul.api",
     "optimize": "backhaul.api",

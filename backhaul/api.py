@@ -3,53 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
-import logging
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
-from torch import fx, nn
+from torch import nn
 
 from backhaul.errors import CaptureError
-from backhaul.passes.capture import Capture
+from backhaul.module import OptimizedModule
+from backhaul.options import Bytes, SampleInput, arguments_of, check_lossless, request_of
 from backhaul.passes.fake_model import as_fake, is_meta
-from backhaul.passes.pipeline import Request, Work, run_pipeline
-from backhaul.passes.step_graphs import StepGraphs
-from backhaul.passes.torch_compat import saved_tensor_hooks_are_on
+from backhaul.passes.pipeline import Request
 from backhaul.records import Plan
-from backhaul.report import print_report
 from backhaul.runtime.default_link import default_link
-from backhaul.runtime.disk import DiskLink
 from backhaul.runtime.links import Link
 from backhaul.scheduler.hardware import load_hardware
 from backhaul.scheduler.planner import PLANNERS, Planner
 
-__all__ = ["OptimizedModule", "apply", "optimize", "plan"]
-
-_logger = logging.getLogger(__name__)
-
-# What `nn.Module` keeps on a module, and the wrapper has in common with the model.  Hooks of
-# calls are the wrapper's own, as the wrapper is what is called.
-_SHARED = (
-    "_parameters",
-    "_buffers",
-    "_modules",
-    "_non_persistent_buffers_set",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
-
-SampleInput = torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[], Any]
-Bytes = int | float | str | None
-
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+__all__ = ["apply", "optimize", "plan"]
 
 
 def optimize(
@@ -94,8 +66,8 @@ def optimize(
         TransferError: The host tier cannot be used.
         ValueError: An option has no meaning.
     """
-    _check_lossless(lossless)
-    request = _request(memory_budget, activation_budget, max_slowdown, planner)
+    check_lossless(lossless)
+    request = request_of(memory_budget, activation_budget, max_slowdown, planner)
     return _prepared(model, sample_input, request, _link(model, link, spill_folder))
 
 
@@ -135,8 +107,8 @@ def plan(
         PlanError: There is no such hardware, or it cannot compute in the model's dtype.
         As `optimize`.
     """
-    _check_lossless(lossless)
-    request = _request(memory_budget, activation_budget, max_slowdown, planner)
+    check_lossless(lossless)
+    request = request_of(memory_budget, activation_budget, max_slowdown, planner)
     if hardware is not None:
         request = dataclasses.replace(request, hardware=load_hardware(hardware))
     return _prepared(model, sample_input, request, _link(model, link, spill_folder)).plan
@@ -181,170 +153,6 @@ def apply(
     return module
 
 
-class OptimizedModule(nn.Module):
-    """A model whose training step runs as planned.
-
-    It shares everything with the model: parameters, buffers and submodules under the same
-    names, attributes, and the training flag.  In `eval()` or under `no_grad` the model itself
-    runs.  An input of a new shape is planned once, when it first comes, and logged.
-    """
-
-    def __init__(self, model: nn.Module, request: Request, link: Link) -> None:
-        super().__init__()
-        own = self.__dict__
-        for name in _SHARED:
-            own[name] = model.__dict__[name]
-        own.pop("training", None)
-        own["_model"] = model
-        own["_request"] = request
-        own["_link"] = link
-        own["_capture"] = Capture(self._rewrite)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model: as planned if it trains, plainly if it does not."""
-        model: nn.Module = self.__dict__["_model"]
-        if not (model.training and torch.is_grad_enabled()):
-            return model(*args, **kwargs)
-        self._check_no_saved_tensor_hooks()
-        return self._run(self.__dict__["_capture"], args, kwargs)
-
-    @property
-    def plan(self) -> Plan:
-        """The plan for the sample input."""
-        return self.plans[0]
-
-    @property
-    def plans(self) -> tuple[Plan, ...]:
-        """The plans of every shape that came so far, the sample's first.
-
-        A copy knows the plans of the module that it was copied from.
-        """
-        made = [work.plan for work in self.__dict__["_capture"].works if work.plan]
-        plans = (*self.__dict__["_request"].known, *made)
-        return tuple({plan.graph.fingerprint: plan for plan in plans}.values())
-
-    @property
-    def forward_graph(self) -> fx.GraphModule:
-        """The rewritten forward for the sample input."""
-        return self._first_work().step.forward
-
-    @property
-    def backward_graph(self) -> fx.GraphModule:
-        """The rewritten backward for the sample input."""
-        return self._first_work().step.backward
-
-    def report(self) -> None:
-        """Print what the plan does, and why, to the terminal."""
-        print_report(self.plan)
-
-    @property
-    def training(self) -> bool:
-        """The model's own flag."""
-        return bool(self.__dict__["_model"].training)
-
-    @training.setter
-    def training(self, mode: bool) -> None:
-        if "_model" in self.__dict__:
-            self.__dict__["_model"].training = mode
-
-    def train(self, mode: bool = True) -> OptimizedModule:
-        """Set the model's mode, as the model itself does it."""
-        self.__dict__["_model"].train(mode)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's state, under the model's names."""
-        return self.__dict__["_model"].state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load the model's state."""
-        return self.__dict__["_model"].load_state_dict(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        """Look up on the model what the wrapper does not have."""
-        if name in ("_model", "_capture") or name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self.__dict__["_model"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set on the model what the wrapper has neither as its own nor as a property."""
-        is_own = name in self.__dict__ or isinstance(getattr(type(self), name, None), property)
-        if "_model" not in self.__dict__ or is_own:
-            super().__setattr__(name, value)
-        else:
-            setattr(self.__dict__["_model"], name, value)
-
-    def __delattr__(self, name: str) -> None:
-        """Delete from the model."""
-        delattr(self.__dict__["_model"], name)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        """Load as a child of another module, by the model's own way of loading."""
-        self.__dict__["_model"]._load_from_state_dict(*args, **kwargs)
-
-    def __getitem__(self, key: Any) -> Any:
-        """Return what the model, a container, has under this key."""
-        return self.__dict__["_model"][key]
-
-    def __len__(self) -> int:
-        """Return the length of the model, if it is a container."""
-        return len(self.__dict__["_model"])
-
-    def __bool__(self) -> bool:
-        """Be true, also of an empty container."""
-        return True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> OptimizedModule:
-        """Copy the model; the copy knows the plans, and captures when it is first called."""
-        model = copy.deepcopy(self.__dict__["_model"], memo)
-        return OptimizedModule(model, self._known_request(), self.__dict__["_link"])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the model, its plans, and where its spill file lies; see `__deepcopy__`.
-
-        A link that the user made stays behind: the other process gets the default one.
-        """
-        link = self.__dict__["_link"]
-        folder = str(link.folder) if isinstance(link, DiskLink) else None
-        return _rebuilt, (self.__dict__["_model"], self._known_request(), folder)
-
-    def _known_request(self) -> Request:
-        request: Request = self.__dict__["_request"]
-        return dataclasses.replace(request, plan=None, known=self.plans)
-
-    def _check_no_saved_tensor_hooks(self) -> None:
-        """Refuse hooks that would copy what stands for an offloaded tensor, and lose its slot."""
-        if saved_tensor_hooks_are_on() and any(plan.slots for plan in self.plans):
-            raise CaptureError(
-                "saved-tensor hooks are on (as those of `save_on_cpu`), and would see handles in "
-                "place of the activations that the plan offloads: use one of the two, not both"
-            )
-
-    def _first_work(self) -> Work:
-        works: list[Work] = self.__dict__["_capture"].works
-        if not works:
-            raise CaptureError("there is no graph yet: call the module once in training mode")
-        return works[0]
-
-    def _run(self, capture: Capture, args: Any, kwargs: Any) -> Any:
-        return capture(self.__dict__["_model"], args, kwargs)
-
-    def _rewrite(self, step: StepGraphs) -> Work:
-        capture: Capture = self.__dict__["_capture"]
-        request: Request = self.__dict__["_request"]
-        is_first = not capture.works
-        if not is_first:
-            request = _without_plan(request)
-        work = run_pipeline(Work(request=request, link=self.__dict__["_link"], step=step))
-        if not is_first and work.plan is not None:
-            _logger.warning(
-                "a new shape or mode of %s was planned: %s",
-                type(self.__dict__["_model"]).__name__,
-                work.plan.summary,
-            )
-        return work
-
-
 def _prepared(
     model: nn.Module, sample_input: SampleInput, request: Request, link: Link
 ) -> OptimizedModule:
@@ -352,7 +160,7 @@ def _prepared(
     _check_model(model)
     module = OptimizedModule(model, request, link)
     with _same_random_state(model), _training_mode(model), torch.enable_grad():
-        args, kwargs = _arguments(sample_input)
+        args, kwargs = arguments_of(sample_input)
         captured = model
         if is_meta(model):
             _check_only_planned(model, request)
@@ -385,29 +193,6 @@ def _check_only_planned(model: nn.Module, request: Request) -> None:
         )
 
 
-def _rebuilt(model: nn.Module, request: Request, folder: str | None) -> OptimizedModule:
-    return OptimizedModule(model, request, default_link(model, folder))
-
-
-def _without_plan(request: Request) -> Request:
-    return dataclasses.replace(request, plan=None)
-
-
-def _arguments(sample_input: SampleInput) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if callable(sample_input) and not isinstance(sample_input, torch.Tensor):
-        return _arguments(sample_input())
-    if isinstance(sample_input, torch.Tensor):
-        return (sample_input,), {}
-    if isinstance(sample_input, tuple):
-        return sample_input, {}
-    if isinstance(sample_input, Mapping):
-        return (), dict(sample_input)
-    raise CaptureError(
-        f"sample_input is a {type(sample_input).__name__}: give a tensor, a tuple of positional "
-        "arguments, a mapping of keyword arguments, or a callable that makes one of these"
-    )
-
-
 def _link(model: nn.Module, link: Link | None, spill_folder: str | os.PathLike[str] | None) -> Link:
     """Return the link that was given, or the default one of the model's device."""
     if not isinstance(model, nn.Module):
@@ -417,71 +202,6 @@ def _link(model: nn.Module, link: Link | None, spill_folder: str | os.PathLike[s
     if not isinstance(link, Link):
         raise TypeError(f"link is a {type(link).__name__}: give a Link, or leave it out")
     return link
-
-
-def _check_lossless(lossless: bool) -> None:
-    if not lossless:
-        raise ValueError("lossless=False: this release has no lossy codec; leave it True")
-
-
-def _request(
-    memory_budget: Bytes,
-    activation_budget: Bytes,
-    max_slowdown: float | None,
-    planner: str | Planner,
-) -> Request:
-    given = [
-        name
-        for name, value in (
-            ("memory_budget", memory_budget),
-            ("activation_budget", activation_budget),
-            ("max_slowdown", max_slowdown),
-        )
-        if value is not None
-    ]
-    if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are different questions: give one of them")
-    if isinstance(planner, str):
-        if planner not in PLANNERS:
-            raise ValueError(f"planner={planner!r}: give one of {', '.join(PLANNERS)}")
-        if planner != "greedy" and given:
-            raise ValueError(
-                f"planner={planner!r} treats every tensor alike and asks for no {given[0]}: give "
-                "one of the two"
-            )
-        planner = PLANNERS[planner]
-    if not callable(planner):
-        raise ValueError(
-            f"planner={planner!r}: give one of {', '.join(PLANNERS)}, or a function of graph, "
-            "machine and budget"
-        )
-    if max_slowdown is not None:
-        if not isinstance(max_slowdown, (int, float)) or not max_slowdown >= 1.0:
-            raise ValueError(f"max_slowdown={max_slowdown!r}: give a factor of 1.0 or more")
-        return Request(kind="slowdown", value=max_slowdown, is_fraction=False, planner=planner)
-    if activation_budget is not None:
-        value, is_fraction = _parsed_bytes("activation_budget", activation_budget)
-        return Request(kind="activations", value=value, is_fraction=is_fraction, planner=planner)
-    value, is_fraction = _parsed_bytes("memory_budget", memory_budget)
-    return Request(kind="memory", value=value, is_fraction=is_fraction, planner=planner)
-
-
-def _parsed_bytes(name: str, given: Bytes) -> tuple[float | None, bool]:
-    """Read bytes, a text with a unit, or a fraction; say whether it is a fraction."""
-    if given is None:
-        return None, False
-    if isinstance(given, str):
-        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]+)\s*", given)
-        if match is None or match[2].upper() not in _UNITS:
-            raise ValueError(f'{name}={given!r}: write a number and a unit, as "6 GiB"')
-        return int(float(match[1]) * _UNITS[match[2].upper()]), False
-    if isinstance(given, float):
-        if not 0.0 < given <= 1.0:
-            raise ValueError(f"{name}={given}: a fraction lies in (0, 1]; give bytes as an int")
-        return given, True
-    if not isinstance(given, int) or isinstance(given, bool) or given <= 0:
-        raise ValueError(f"{name}={given!r}: give a positive number of bytes")
-    return given, False
 
 
 @contextlib.contextmanager

@@ -83,6 +83,27 @@ def _assert_same_facts() -> Callable[..., None]:
     return assert_same_facts
 
 
+@pytest.fixture(name="small_net")
+def _small_net() -> Callable[[], tuple[nn.Module, Tensor]]:
+    return small_net
+
+
+def small_net() -> tuple[nn.Module, Tensor]:
+    """Make a net with everything that lossless codecs pack, and images for it."""
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.2),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 64, 4),
+    )
+    return net, torch.randn(4, 3, 16, 16)
+
+
 def assert_bit_equal(
     make_model: Callable[[], nn.Module],
     make_input: Callable[[], Any],

@@ -22,19 +22,8 @@ WARM_UP = 10
 class Trainer:
     """Trains as a user does who now and then drops a loss, evaluates, or fails in a step."""
 
-    def __init__(self, folder: Path) -> None:
-        net = nn.Sequential(
-            nn.Conv2d(3, 8, 3, padding=1),
-            nn.BatchNorm2d(8),
-            nn.ReLU(inplace=True),
-            nn.MaxPool2d(2),
-            nn.Dropout(0.2),
-            nn.Conv2d(8, 8, 3, padding=1),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(8 * 64, 4),
-        )
-        self.images = torch.randn(4, 3, 16, 16)
+    def __init__(self, folder: Path, net: nn.Module, images: torch.Tensor) -> None:
+        self.images = images
         self.link = DiskLink(folder)
         self.module = backhaul.optimize(net, self.images, planner="offload_all", link=self.link)
         self.optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
@@ -63,11 +52,11 @@ class Trainer:
 
 @pytest.mark.parametrize("steps", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_many_steps_leave_nothing_behind(
-    steps: int, tmp_path: Path, optimized: Callable[..., Any]
+    steps: int, tmp_path: Path, small_net: Callable[[], tuple[nn.Module, torch.Tensor]]
 ) -> None:
     folder = tmp_path / "spill"
     folder.mkdir()
-    trainer = Trainer(folder)
+    trainer = Trainer(folder, *small_net())
     trainer.run(range(WARM_UP))
     before = counts(trainer, folder)
     memory = measure_peak_bytes(lambda: trainer.run(range(WARM_UP, steps)), torch.device("cpu"))

@@ -1,6 +1,7 @@
 """A small net trains under every plan, bit for bit as in eager, with the links that users get."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,9 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
-        nn.Dropout(0.2),
-        nn.Conv2d(8, 8, 3, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(8 * 64, 4),
-    )
+@pytest.fixture(name="net")
+def _net(small_net: Callable[[], tuple[nn.Module, torch.Tensor]]) -> nn.Module:
+    return small_net()[0]
 
 
 IMAGES = torch.linspace(-1, 1, 4 * 3 * 16 * 16).reshape(4, 3, 16, 16)
@@ -47,8 +38,7 @@ def train_once(net: nn.Module, seed: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_three_steps_are_bit_equal_to_eager(plan: str, tmp_path: Path) -> None:
-    net = make_net()
+def test_three_steps_are_bit_equal_to_eager(net: nn.Module, plan: str, tmp_path: Path) -> None:
     eager = copy.deepcopy(net)
     planned = backhaul.optimize(net, IMAGES, spill_folder=tmp_path, **PLANS[plan])
     for seed in range(3):
@@ -57,8 +47,7 @@ def test_three_steps_are_bit_equal_to_eager(plan: str, tmp_path: Path) -> None:
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def test_optimize_leaves_no_trace(tmp_path: Path) -> None:
-    net = make_net()
+def test_optimize_leaves_no_trace(net: nn.Module, tmp_path: Path) -> None:
     before = {name: value.clone() for name, value in net.state_dict().items()}
     random_state = torch.get_rng_state()
     planned = backhaul.optimize(net, IMAGES, planner="offload_all", spill_folder=tmp_path)
@@ -68,8 +57,9 @@ def test_optimize_leaves_no_trace(tmp_path: Path) -> None:
     assert list(planned.state_dict()) == list(before)
 
 
-def test_a_saved_plan_is_applied_and_another_model_is_refused(tmp_path: Path) -> None:
-    net = make_net()
+def test_a_saved_plan_is_applied_and_another_model_is_refused(
+    net: nn.Module, tmp_path: Path
+) -> None:
     planned = backhaul.optimize(net, IMAGES, planner="offload_all", spill_folder=tmp_path)
     planned.plan.save(tmp_path / "plan.json")
     loaded = backhaul.Plan.load(tmp_path / "plan.json")
@@ -80,13 +70,15 @@ def test_a_saved_plan_is_applied_and_another_model_is_refused(tmp_path: Path) ->
         backhaul.apply(nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4), loaded)
 
 
-def test_a_budget_below_the_floor_names_the_smallest_that_fits(tmp_path: Path) -> None:
+def test_a_budget_below_the_floor_names_the_smallest_that_fits(
+    net: nn.Module, tmp_path: Path
+) -> None:
     with pytest.raises(BudgetError) as caught:
-        backhaul.optimize(make_net(), IMAGES, activation_budget=1, spill_folder=tmp_path)
+        backhaul.optimize(net, IMAGES, activation_budget=1, spill_folder=tmp_path)
     smallest = caught.value.smallest_bytes
-    backhaul.optimize(make_net(), IMAGES, activation_budget=smallest, spill_folder=tmp_path)
+    backhaul.optimize(net, IMAGES, activation_budget=smallest, spill_folder=tmp_path)
 
 
-def test_a_model_without_gradients_is_refused() -> None:
+def test_a_model_without_gradients_is_refused(net: nn.Module) -> None:
     with pytest.raises(CaptureError, match="requires grad"):
-        backhaul.optimize(make_net().requires_grad_(False), IMAGES)
+        backhaul.optimize(net.requires_grad_(False), IMAGES)

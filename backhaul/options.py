@@ -1,0 +1,112 @@
+"""What the user may say: budgets, planners and sample inputs, read and checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from backhaul.errors import CaptureError
+from backhaul.passes.pipeline import Request
+from backhaul.scheduler.planner import PLANNERS, Planner
+
+__all__ = ["Bytes", "SampleInput", "arguments_of", "check_lossless", "request_of"]
+
+SampleInput = torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[], Any]
+Bytes = int | float | str | None
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def arguments_of(sample_input: SampleInput) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the positional and keyword arguments that a sample input stands for.
+
+    Raises:
+        CaptureError: It is nothing that a sample can be.
+    """
+    if callable(sample_input) and not isinstance(sample_input, torch.Tensor):
+        return arguments_of(sample_input())
+    if isinstance(sample_input, torch.Tensor):
+        return (sample_input,), {}
+    if isinstance(sample_input, tuple):
+        return sample_input, {}
+    if isinstance(sample_input, Mapping):
+        return (), dict(sample_input)
+    raise CaptureError(
+        f"sample_input is a {type(sample_input).__name__}: give a tensor, a tuple of positional "
+        "arguments, a mapping of keyword arguments, or a callable that makes one of these"
+    )
+
+
+def check_lossless(lossless: bool) -> None:
+    """Refuse what this release does not have."""
+    if not lossless:
+        raise ValueError("lossless=False: this release has no lossy codec; leave it True")
+
+
+def request_of(
+    memory_budget: Bytes,
+    activation_budget: Bytes,
+    max_slowdown: float | None,
+    planner: str | Planner,
+) -> Request:
+    """Read the options of `optimize`.
+
+    Raises:
+        ValueError: One has no meaning, or two contradict each other.
+    """
+    given = [
+        name
+        for name, value in (
+            ("memory_budget", memory_budget),
+            ("activation_budget", activation_budget),
+            ("max_slowdown", max_slowdown),
+        )
+        if value is not None
+    ]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are different questions: give one of them")
+    if isinstance(planner, str):
+        if planner not in PLANNERS:
+            raise ValueError(f"planner={planner!r}: give one of {', '.join(PLANNERS)}")
+        if planner != "greedy" and given:
+            raise ValueError(
+                f"planner={planner!r} treats every tensor alike and asks for no {given[0]}: give "
+                "one of the two"
+            )
+        planner = PLANNERS[planner]
+    if not callable(planner):
+        raise ValueError(
+            f"planner={planner!r}: give one of {', '.join(PLANNERS)}, or a function of graph, "
+            "machine and budget"
+        )
+    if max_slowdown is not None:
+        if not isinstance(max_slowdown, (int, float)) or not max_slowdown >= 1.0:
+            raise ValueError(f"max_slowdown={max_slowdown!r}: give a factor of 1.0 or more")
+        return Request(kind="slowdown", value=max_slowdown, is_fraction=False, planner=planner)
+    if activation_budget is not None:
+        value, is_fraction = _parsed_bytes("activation_budget", activation_budget)
+        return Request(kind="activations", value=value, is_fraction=is_fraction, planner=planner)
+    value, is_fraction = _parsed_bytes("memory_budget", memory_budget)
+    return Request(kind="memory", value=value, is_fraction=is_fraction, planner=planner)
+
+
+def _parsed_bytes(name: str, given: Bytes) -> tuple[float | None, bool]:
+    """Read bytes, a text with a unit, or a fraction; say whether it is a fraction."""
+    if given is None:
+        return None, False
+    if isinstance(given, str):
+        match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([A-Za-z]+)\s*", given)
+        if match is None or match[2].upper() not in _UNITS:
+            raise ValueError(f'{name}={given!r}: write a number and a unit, as "6 GiB"')
+        return int(float(match[1]) * _UNITS[match[2].upper()]), False
+    if isinstance(given, float):
+        if not 0.0 < given <= 1.0:
+            raise ValueError(f"{name}={given}: a fraction lies in (0, 1]; give bytes as an int")
+        return given, True
+    if not isinstance(given, int) or isinstance(given, bool) or given <= 0:
+        raise ValueError(f"{name}={given!r}: give a positive number of bytes")
+    return given, False
