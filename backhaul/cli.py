@@ -1,4 +1,4 @@
-"""The command line: `backhaul demo` and `backhaul show`.
+"""The command line: `backhaul demo`, `backhaul show` and `backhaul schema`.
 
 It parses, prints and sets the exit code; the work is done elsewhere.  Exit codes: 0 when all
 went well, 1 when the demo found a fault, 2 when the command or a file in it was wrong.
@@ -6,6 +6,7 @@ went well, 1 when the demo found a fault, 2 when the command or a file in it was
 
 from __future__ import annotations
 
+import json as json_module
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -17,6 +18,7 @@ import backhaul
 from backhaul.errors import BackhaulError, PlanError
 from backhaul.records import Plan
 from backhaul.report import print_report
+from backhaul.serial import json_schema
 
 __all__ = ["main"]
 
@@ -98,6 +100,12 @@ def show(
     except (PlanError, OSError) as error:
         raise _refusal(error) from error
     print_report(loaded)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of plan files."""
+    typer.echo(json_module.dumps(json_schema(Plan), indent=1))
 
 
 def _refusal(error: Exception) -> typer.Exit:

@@ -12,7 +12,7 @@ import types
 import typing
 from typing import Any, TypeVar
 
-__all__ = ["SerialError", "from_json", "to_json"]
+__all__ = ["SerialError", "from_json", "json_schema", "to_json"]
 
 T = TypeVar("T")
 
@@ -47,6 +47,70 @@ def from_json(cls: type[T], data: Any, path: str = "$") -> T:
     return value
 
 
+def json_schema(cls: type[Any]) -> dict[str, Any]:
+    """Describe the JSON of a record, in JSON Schema 2020-12.
+
+    Fields that a later minor version adds are allowed, as `from_json` allows them.
+
+    Args:
+        cls: The frozen dataclass that `from_json` would read.
+    """
+    definitions: dict[str, Any] = {}
+    root = _schema_of(cls, definitions)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": cls.__name__,
+        **root,
+        "$defs": dict(sorted(definitions.items())),
+    }
+
+
+def _schema_of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    origin = typing.get_origin(hint)
+    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
+        if hint.__name__ not in definitions:
+            definitions[hint.__name__] = {}
+            definitions[hint.__name__] = _record_schema(hint, definitions)
+        return {"$ref": f"#/$defs/{hint.__name__}"}
+    if origin is tuple:
+        return {"type": "array", "items": _schema_of(typing.get_args(hint)[0], definitions)}
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_schema_of(each, definitions) for each in typing.get_args(hint)]}
+    if origin is typing.Literal:
+        return {"enum": list(typing.get_args(hint))}
+    return {"type": _JSON_TYPES[hint]}
+
+
+_JSON_TYPES = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    type(None): "null",
+}
+
+
+def _record_schema(cls: type[Any], definitions: dict[str, Any]) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    fields = {
+        field.name: _schema_of(hints[field.name], definitions) for field in dataclasses.fields(cls)
+    }
+    return {
+        "type": "object",
+        "description": (cls.__doc__ or "").partition("\n")[0],
+        "properties": {"type": {"const": cls.__name__}, **fields},
+        "required": ["type", *_required(cls)],
+    }
+
+
+def _required(cls: type[Any]) -> list[str]:
+    return [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+
+
 def _read(hint: Any, data: Any, path: str) -> Any:
     origin = typing.get_origin(hint)
     if dataclasses.is_dataclass(hint) and isinstance(hint, type):
@@ -73,12 +137,7 @@ def _read_record(cls: type[Any], data: Any, path: str) -> Any:
         raise SerialError(f"{path} is no {cls.__name__}")
     hints = typing.get_type_hints(cls)
     known = {field.name for field in dataclasses.fields(cls)}
-    required = {
-        field.name
-        for field in dataclasses.fields(cls)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
-    missing = sorted(required - set(data))
+    missing = sorted(set(_required(cls)) - set(data))
     if missing:
         raise SerialError(f"{path} lacks {', '.join(missing)}")
     # A field that this version does not know comes from a later minor version.

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from backhaul.cli import app
 from backhaul.errors import PlanError
 from backhaul.records import Plan
 from backhaul.scheduler.planner import offload_all
+from backhaul.serial import json_schema
 
 
 @pytest.fixture(name="plan")
@@ -29,6 +32,29 @@ def test_a_plan_comes_back_equal_and_as_the_same_bytes(plan: Plan, tmp_path: Pat
     loaded.save(tmp_path / "two.json")
     assert loaded == plan
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
+
+
+SCHEMA = Path(__file__).parents[2] / "docs" / "plan.schema.json"
+
+
+def test_the_published_schema_is_that_of_the_records() -> None:
+    result = CliRunner().invoke(app, ["schema"])
+    assert result.stdout == SCHEMA.read_text()
+    assert json.loads(result.stdout) == json_schema(Plan)
+
+
+def test_a_plan_file_is_valid_by_the_schema_and_a_damaged_one_is_not(
+    plan: Plan, tmp_path: Path
+) -> None:
+    jsonschema = pytest.importorskip("jsonschema")
+    validator = jsonschema.Draft202012Validator(json.loads(SCHEMA.read_text()))
+    plan.save(tmp_path / "plan.json")
+    text = (tmp_path / "plan.json").read_text()
+    validator.validate(json.loads(text))
+    for damage in (drop, retype, truth, rename, literal, no_list):
+        data = json.loads(text)
+        damage(data)
+        assert not validator.is_valid(data), damage.__name__
 
 
 def drop(data: Any) -> None:
