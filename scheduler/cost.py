@@ -7,11 +7,11 @@ the allocator does, and interpolates copy times between the sizes that were meas
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 from backhaul.errors import PlanError
-from backhaul.records import CodecRecord, GraphRecord, LinkProfile, MachineProfile
+from backhaul.records import CodecRecord, GraphRecord, LinkProfile, MachineProfile, TensorRecord
 
 __all__ = ["CostModel", "Direction"]
 
@@ -20,6 +20,13 @@ Direction = Literal["d2h", "h2d"]
 
 class CostModel:
     """Costs of one graph on one machine, by op position and by tensor name.
+
+    Attributes:
+        duration_s: Time of each op.
+        workspace_bytes: What each op holds beyond its inputs and outputs.
+        caller_bytes: What the caller holds all along.
+        born_bytes: What is allocated at each op, and the saved part of it.
+        dead_bytes: What is freed after each op if everything is kept, likewise.
 
     Args:
         graph: The step to be costed.
@@ -41,6 +48,24 @@ class CostModel:
             )
         self.duration_s = tuple(self.key_s(op.cost_key) for op in graph.ops)
         self.workspace_bytes = tuple(self.key_workspace_bytes(op.cost_key) for op in graph.ops)
+        self.caller_bytes = sum(
+            self.rounded(tensor.nbytes) for tensor in graph.tensors if tensor.role == "input"
+        )
+        own = [tensor for tensor in graph.tensors if tensor.role != "input"]
+        self.born_bytes = self._by_position(graph, ((tensor.born, tensor) for tensor in own))
+        self.dead_bytes = self._by_position(graph, ((tensor.dies, tensor) for tensor in own))
+
+    def _by_position(
+        self, graph: GraphRecord, tensors: Iterable[tuple[int, TensorRecord]]
+    ) -> tuple[tuple[int, int], ...]:
+        """Sum bytes, and those of saved tensors among them, by position in the graph."""
+        sums = [[0, 0] for _ in graph.ops]
+        for position, tensor in tensors:
+            if 0 <= position < len(sums):
+                nbytes = self.rounded(tensor.nbytes)
+                sums[position][0] += nbytes
+                sums[position][1] += nbytes if tensor.role == "saved" else 0
+        return tuple((total, saved) for total, saved in sums)
 
     def key_s(self, key: str) -> float:
         """Return the time of the op with this key; an empty key is free."""

@@ -10,6 +10,7 @@ known accesses would do it; the simulator then says what the result costs.
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -203,32 +204,33 @@ def _place_waits(
 ) -> dict[str, int]:
     """Sweep the forward: hold each source until its copy ends, or until memory is short."""
     started: dict[int, list[str]] = defaultdict(list)
+    idle: dict[int, list[str]] = defaultdict(list)
     for name, move in moves.items():
         started[move.start_after].append(name)
-    copying: list[tuple[str, float]] = []
+        idle[move.idle_after].append(name)
+    copied_at_s: dict[str, float] = {}
+    # Sources that nothing reads any more, in the order in which their copies end.
+    held: list[tuple[float, str]] = []
     wait_after: dict[str, int] = {}
+    held_bytes = 0
     now_s = engine_free_s = 0.0
     for position in range(graph.forward_count):
-        held_bytes = sum(
-            moves[name].held_bytes for name, _ in copying if moves[name].idle_after < position
-        )
-        still: list[tuple[str, float]] = []
-        # A tensor that the whole forward reads must not hold up those that are idle behind it.
-        for name, copied_at_s in copying:
-            is_idle = moves[name].idle_after < position
-            is_short = memory[position] + held_bytes > limit.nbytes
-            if is_idle and (copied_at_s <= now_s or is_short):
-                now_s = max(now_s, copied_at_s)
-                wait_after[name] = position - 1
-                held_bytes -= moves[name].held_bytes
-            else:
-                still.append((name, copied_at_s))
-        copying = still
+        while held:
+            ends_s, name = held[0]
+            if ends_s > now_s and memory[position] + held_bytes <= limit.nbytes:
+                break
+            heapq.heappop(held)
+            now_s = max(now_s, ends_s)
+            wait_after[name] = position - 1
+            held_bytes -= moves[name].held_bytes
         now_s += cost.duration_s[position]
         for name in started.get(position, ()):
             engine_free_s = max(now_s, engine_free_s) + moves[name].d2h_s
-            copying.append((name, engine_free_s))
-    for name, _ in copying:
+            copied_at_s[name] = engine_free_s
+        for name in idle.get(position, ()):
+            heapq.heappush(held, (copied_at_s[name], name))
+            held_bytes += moves[name].held_bytes
+    for _, name in held:
         wait_after[name] = graph.forward_count - 1
     return wait_after
 

@@ -8,7 +8,6 @@ storage, at every event, workspaces included.  Every planner is judged by this m
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -78,7 +77,7 @@ def simulate(
         moments.append(Moment(event, start_s, end_s, live_bytes, saved_bytes))
     step_peak_bytes = max((moment.live_bytes for moment in moments), default=0)
     prediction = Prediction(
-        peak_bytes=memory.caller_bytes + step_peak_bytes,
+        peak_bytes=cost.caller_bytes + step_peak_bytes,
         step_peak_bytes=step_peak_bytes,
         saved_peak_bytes=max((moment.saved_bytes for moment in moments), default=0),
         step_s=clock.now_s,
@@ -174,17 +173,6 @@ class _Memory:
         self._action_by_tensor = action_by_tensor
         self._live_bytes = 0
         self._saved_bytes = 0
-        self.caller_bytes = sum(
-            cost.rounded(tensor.nbytes) for tensor in graph.tensors if tensor.role == "input"
-        )
-        self._born_at: dict[int, list[tuple[int, bool]]] = defaultdict(list)
-        self._dead_after: dict[int, list[tuple[int, bool]]] = defaultdict(list)
-        for tensor in graph.tensors:
-            if tensor.role == "input":
-                continue
-            nbytes, is_saved = cost.rounded(tensor.nbytes), tensor.role == "saved"
-            self._born_at[tensor.born].append((nbytes, is_saved))
-            self._dead_after[tensor.dies].append((nbytes, is_saved))
 
     def advance(self, event: Event) -> tuple[int, int]:
         """Allocate, note the bytes during the event, free."""
@@ -210,13 +198,13 @@ class _Memory:
                 return self._hold(0, "", freed_bytes=0)
 
     def _run(self, position: int) -> tuple[int, int]:
-        for nbytes, is_saved in self._born_at.get(position, ()):
-            self._live_bytes += nbytes
-            self._saved_bytes += nbytes if is_saved else 0
+        nbytes, saved_bytes = self._cost.born_bytes[position]
+        self._live_bytes += nbytes
+        self._saved_bytes += saved_bytes
         during = self._live_bytes + self._cost.workspace_bytes[position], self._saved_bytes
-        for nbytes, is_saved in self._dead_after.get(position, ()):
-            self._live_bytes -= nbytes
-            self._saved_bytes -= nbytes if is_saved else 0
+        nbytes, saved_bytes = self._cost.dead_bytes[position]
+        self._live_bytes -= nbytes
+        self._saved_bytes -= saved_bytes
         return during
 
     def _hold(self, allocated_bytes: int, key: str, *, freed_bytes: int) -> tuple[int, int]:
