@@ -194,7 +194,13 @@ def _measure(call: OpCall, device: torch.device, *, integer: int) -> OpCost:
     def run() -> object:
         return call.target(*args, **kwargs)
 
-    first_s = _time(run, device)
+    made: tuple[str, ...] = ()
+
+    def describe_first() -> None:
+        nonlocal made
+        made = describe_results(run())
+
+    first_s = _time(describe_first, device)
     durations_s = [first_s] if first_s > _LONG_S else _repeat(run, device, first_s)
     workspace_bytes = _workspace_bytes(run, device) if can_measure_peak(device) else None
     return OpCost(
@@ -202,7 +208,7 @@ def _measure(call: OpCall, device: torch.device, *, integer: int) -> OpCost:
         duration_s=statistics.median(durations_s),
         workspace_bytes=workspace_bytes or 0,
         source="assumed" if workspace_bytes is None else "measured",
-        made=describe_results(run()),
+        made=made,
     )
 
 

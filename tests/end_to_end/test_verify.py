@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -20,11 +20,12 @@ aten = torch.ops.aten
 
 
 @pytest.fixture(name="step")
-def _step(optimized: Callable[..., Any]) -> StepGraphs:
+def _step(optimized: Callable[..., Any]) -> Iterator[StepGraphs]:
     net = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 8))
-    step: StepGraphs = optimized(net, torch.randn(8, 8), "offload_all")._capture.works[0].step
+    module = optimized(net, torch.randn(8, 8), "offload_all")
+    step: StepGraphs = module._capture.works[0].step
     assert len(find(step.forward, OFFLOAD)) == 2
-    return StepGraphs(copied(step.forward), copied(step.backward), step.output_count)
+    yield StepGraphs(copied(step.forward), copied(step.backward), step.output_count)
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
