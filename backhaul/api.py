@@ -32,7 +32,7 @@ def optimize(
     activation_budget: Bytes = None,
     max_slowdown: float | None = None,
     lossless: bool = True,
-    planner: str | Planner = "greedy",
+    planner: str | Planner = "frontier",
     link: Link | None = None,
     spill_folder: str | os.PathLike[str] | None = None,
 ) -> OptimizedModule:
@@ -80,7 +80,7 @@ def plan(
     activation_budget: Bytes = None,
     max_slowdown: float | None = None,
     lossless: bool = True,
-    planner: str | Planner = "greedy",
+    planner: str | Planner = "frontier",
     link: Link | None = None,
     spill_folder: str | os.PathLike[str] | None = None,
 ) -> Plan:
@@ -143,7 +143,7 @@ def apply(
         kind=plan.budget.kind,
         value=plan.budget.value,
         is_fraction=False,
-        planner=PLANNERS.get(plan.planner, PLANNERS["greedy"]),
+        planner=PLANNERS.get(plan.planner, PLANNERS["frontier"]),
         plan=plan,
     )
     link = _link(model, link, spill_folder)

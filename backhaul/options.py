@@ -72,7 +72,7 @@ def request_of(
     if isinstance(planner, str):
         if planner not in PLANNERS:
             raise ValueError(f"planner={planner!r}: give one of {', '.join(PLANNERS)}")
-        if planner != "greedy" and given:
+        if planner != "frontier" and given:
             raise ValueError(
                 f"planner={planner!r} treats every tensor alike and asks for no {given[0]}: give "
                 "one of the two"

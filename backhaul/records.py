@@ -33,6 +33,8 @@ __all__ = [
     "OpRecord",
     "Plan",
     "Prediction",
+    "Recipe",
+    "Recompute",
     "Role",
     "SlotRecord",
     "Source",
@@ -40,8 +42,8 @@ __all__ = [
 ]
 
 Source = Literal["measured", "modelled", "assumed"]
-Role = Literal["input", "saved", "temporary", "output", "tangent", "gradient"]
-SCHEMA_VERSION = "1.0"
+Role = Literal["input", "saved", "checkpoint", "temporary", "output", "tangent", "gradient"]
+SCHEMA_VERSION = "1.1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,8 @@ class CodecRecord:
         packed_bytes: Size of the packed form; static, known before anything runs.
         encode_key: `OpCost.key` of the packing op.
         decode_key: `OpCost.key` of the unpacking op.
+        is_exact: Whether the very values come back, so that a recipe may read them; otherwise
+            they serve the backward alone, as signs do.
     """
 
     name: Literal["bits", "pool_offsets", "narrow"]
@@ -61,6 +65,25 @@ class CodecRecord:
     packed_bytes: int
     encode_key: str
     decode_key: str
+    is_exact: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a tensor is computed again in the backward: the forward ops that lead to it.
+
+    Attributes:
+        ops: Positions of those ops, in order, views included.
+        sources: Saved and checkpoint tensors that they read; inputs of the step are always there.
+        made: Bytes of each storage that they make, with the first and last of `ops` (by index)
+            between which it is live; the tensor itself is live to the end.
+        state_bytes: Random state that is held from the forward until they have run.
+    """
+
+    ops: tuple[int, ...]
+    sources: tuple[str, ...]
+    made: tuple[tuple[int, int, int], ...]
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,12 +97,14 @@ class TensorRecord:
         shape: Shape of the node, which a view of the storage may differ from.
         dtype: Element type of the node, as torch prints it without its `torch.` prefix.
         nbytes: Size of the whole storage.
-        role: `input` is owned by the caller for the whole step, as parameters are.
+        role: `input` is owned by the caller for the whole step, as parameters are; `checkpoint`
+            is a temporary of the forward that a recipe may read, and is held only if one does.
         born: Position of the op that makes it, or -1 before the forward begins.
         dies: Position of its last reader; `len(ops)` when it outlives the step.
         last_forward_use: Last forward position that reads it, or that names or views it.
         first_backward_use: First backward position that reads it, or -1.
         codecs: The codecs that keep every backward use of it exact.
+        recipe: How the backward can compute it again, if it can.
         pinned_because: Why it may not leave the device; empty when it may.
     """
 
@@ -95,12 +120,13 @@ class TensorRecord:
     last_forward_use: int
     first_backward_use: int
     codecs: tuple[CodecRecord, ...] = ()
+    recipe: Recipe | None = None
     pinned_because: str = ""
 
     @property
     def is_movable(self) -> bool:
-        """Say whether a plan may compress or offload it."""
-        return self.role == "saved" and not self.pinned_because
+        """Say whether a plan may do anything but keep it."""
+        return self.role in ("saved", "checkpoint") and not self.pinned_because
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +166,11 @@ class GraphRecord:
     def saved(self) -> tuple[TensorRecord, ...]:
         """List the storages that the forward keeps for the backward."""
         return tuple(tensor for tensor in self.tensors if tensor.role == "saved")
+
+    @property
+    def planned(self) -> tuple[TensorRecord, ...]:
+        """List the storages that a plan decides on: saved ones and checkpoints."""
+        return tuple(tensor for tensor in self.tensors if tensor.role in ("saved", "checkpoint"))
 
     @property
     def saved_bytes(self) -> int:
@@ -233,7 +264,7 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Keep:
-    """Leave the tensor on the device."""
+    """Leave the tensor on the device; a checkpoint that no recipe reads is freed as ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,12 +290,17 @@ class Offload:
     reload_before: int
 
 
-Action = Keep | Compress | Offload
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompute:
+    """Free the tensor after its last forward use, and follow its recipe before its next use."""
+
+
+Action = Keep | Compress | Offload | Recompute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What happens to one saved tensor, and why."""
+    """What happens to one saved tensor or checkpoint, and why."""
 
     tensor: str
     action: Action
@@ -291,6 +327,7 @@ class Prediction:
         step_s: Time of forward and backward.
         exposed_s: The part of it that waits for a copy.
         codec_s: The part of it that packs and unpacks.
+        recompute_s: The part of it that computes again.
         offloaded_bytes: Bytes that cross the link, each way.
     """
 
@@ -301,6 +338,7 @@ class Prediction:
     exposed_s: float
     codec_s: float
     offloaded_bytes: int
+    recompute_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

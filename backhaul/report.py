@@ -16,12 +16,22 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from backhaul.records import Action, Budget, Compress, Keep, Offload, Plan, Prediction, TensorRecord
+from backhaul.records import (
+    Action,
+    Budget,
+    Compress,
+    Keep,
+    Offload,
+    Plan,
+    Prediction,
+    Recompute,
+    TensorRecord,
+)
 
 __all__ = ["format_bytes", "format_seconds", "print_report", "report_text"]
 
 _LARGEST_COUNT = 10
-_ACTION_NAMES = ("keep", "compress", "offload", "compress+offload")
+_ACTION_NAMES = ("keep", "compress", "offload", "compress+offload", "recompute")
 
 
 def print_report(plan: Plan, console: Console | None = None) -> None:
@@ -137,6 +147,7 @@ _COST_ROWS: tuple[tuple[str, Callable[[Prediction], float], Callable[[float], st
     ("step time", lambda cost: cost.step_s, format_seconds),
     ("exposed wait", lambda cost: cost.exposed_s, format_seconds),
     ("codec time", lambda cost: cost.codec_s, format_seconds),
+    ("recompute time", lambda cost: cost.recompute_s, format_seconds),
     ("offloaded, each way", lambda cost: cost.offloaded_bytes, format_bytes),
 )
 
@@ -168,12 +179,14 @@ def _action_name(action: Action) -> str:
             return "offload"
         case Offload():
             return "compress+offload"
+        case Recompute():
+            return "recompute"
         case _:
             assert_never(action)
 
 
 def _action_text(action: Action) -> str:
-    codec = None if isinstance(action, Keep) else action.codec
+    codec = action.codec if isinstance(action, (Compress, Offload)) else None
     name = _action_name(action)
     return name if codec is None else f"{name} ({codec.name}, {format_bytes(codec.packed_bytes)})"
 

@@ -172,6 +172,7 @@ def _record(
         packed_bytes=math.prod(packed_size) * packed_dtype.itemsize,
         encode_key=encode.key,
         decode_key=decode.key,
+        is_exact=name != "bits" or value.dtype is torch.bool,
     )
     return record, encode, decode
 

@@ -19,6 +19,7 @@ from torch import fx
 from backhaul.errors import InternalError
 from backhaul.passes.codec_choice import codec_for
 from backhaul.passes.op_calls import call_of
+from backhaul.passes.recipes import Recipes
 from backhaul.passes.step_graphs import StepGraphs, Storages, is_alias_op, results_of, tensors_of
 from backhaul.passes.torch_compat import storage_id, storage_nbytes
 from backhaul.records import CodecRecord, GraphRecord, OpCost, OpRecord, Role, TensorRecord
@@ -91,7 +92,7 @@ def keep_what_breaks_its_promise(
         if tensor.pinned_because or not made or made[index] == promise:
             return tensor
         reason = f"{key.partition('(')[0]} makes {made[index]} bytes of it, not {promise} as traced"
-        return replace(tensor, codecs=(), pinned_because=reason)
+        return replace(tensor, codecs=(), recipe=None, pinned_because=reason)
 
     return replace(record, tensors=tuple(map(checked, record.tensors)))
 
@@ -136,6 +137,8 @@ class _Survey:
         self._tangents = self._held_by(step.tangents)
         self._gradients = self._held_by(results_of(step.backward))
         self._constants = self._held_by(_nodes(step.backward, "get_attr"))
+        self._checkpoints: set[int] = set()
+        self._recipes = Recipes(step, self._forward, self._begin_recipes(), self._device)
 
     def storages_of(self, node: fx.Node) -> Storages:
         return self._forward if node.graph is self._step.forward.graph else self._backward
@@ -171,6 +174,8 @@ class _Survey:
         role = self._role(key)
         backward_uses = [self._position[node] for node in self._readers(backward_holders)]
         codec, calls = self._codec(base, key) if role == "saved" else (None, ())
+        pinned_because = self._pinned_because(base, key, role, bool(backward_uses))
+        is_free = role in ("saved", "checkpoint") and not pinned_because
         record = TensorRecord(
             name=base.name,
             module=module_of(base),
@@ -184,7 +189,8 @@ class _Survey:
             last_forward_use=max(self._touched(forward_holders), default=-1),
             first_backward_use=min(backward_uses, default=-1),
             codecs=(codec,) if codec else (),
-            pinned_because=self._pinned_because(base, key, role, bool(backward_uses)),
+            recipe=self._recipes.recipe_for(base) if is_free else None,
+            pinned_because=pinned_because,
         )
         return record, calls
 
@@ -193,6 +199,7 @@ class _Survey:
             (self._inputs | self._constants, "input"),
             (self._outputs, "output"),
             (self._saved, "saved"),
+            (self._checkpoints, "checkpoint"),
             (self._tangents, "tangent"),
             (self._gradients, "gradient"),
         )
@@ -238,11 +245,13 @@ class _Survey:
             return "the caller holds it: a parameter, buffer or input"
         if role == "output" and is_read:
             return "the caller holds it: an output of the model"
-        if role != "saved":
+        if role not in ("saved", "checkpoint"):
             return ""
         value = base.meta["val"]
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return f"{_target_name(base)} makes no plain strided tensor"
+        if role == "saved" and not is_read:
+            return "the backward never reads it"
         if base not in self._position:
             return "no op of the forward makes it"
         if value.device != self._device:
@@ -252,6 +261,11 @@ class _Survey:
                 if view_chain(view, base, self._forward, key) is None:
                     return f"its view {view.name} is made from more than the storage itself"
         return ""
+
+    def _begin_recipes(self) -> dict[int, str]:
+        """Name the storages that a recipe may begin with, by storage."""
+        held = (self._saved | self._checkpoints) - self._inputs - self._outputs
+        return {key: self._forward.base(key).name for key in held}
 
     def _held_by(self, nodes: Iterable[fx.Node]) -> set[int]:
         keys: set[int] = set()

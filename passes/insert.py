@@ -1,4 +1,4 @@
-"""Write a plan into the two graphs as nodes that compress and move.
+"""Write a plan into the two graphs as nodes that compress, move and recompute.
 
     before   relu = relu(x)                          ->  saved: relu
              grad = threshold_backward(tangent, relu, 0)
@@ -10,6 +10,14 @@
              y = reload(h, size, stride, ...)
              y = reload_wait(y, h)
              grad = threshold_backward(tangent, y, 0)
+
+A tensor that is recomputed is not saved; the ops of its recipe are copied in front of its first
+use, and read what the backward holds by then.  A random op among them runs from the state that
+the generator had in the forward:
+
+    state = random_state(device)
+    dropout = native_dropout(x, 0.5, True)          ->  saved: x, state
+    dropout = run_with_rng_state(state, native_dropout, x, 0.5, True)
 
 Saved values are storages: the views that the backward read are replayed on what comes back,
 just before their first use.  The order of nodes is the schedule that was simulated.
@@ -26,9 +34,10 @@ from torch import fx
 
 from backhaul.errors import InternalError
 from backhaul.passes.describe import view_chain
-from backhaul.passes.step_graphs import StepGraphs, Storages, results_of
-from backhaul.passes.torch_compat import fake_mode_of, storage_id
-from backhaul.records import CodecRecord, Keep, Plan
+from backhaul.passes.recipes import copied_call, draws
+from backhaul.passes.step_graphs import StepGraphs, Storages, results_of, tensors_of
+from backhaul.passes.torch_compat import fake_mode_of, fake_result, replayed, storage_id
+from backhaul.records import CodecRecord, Keep, Plan, Recompute
 from backhaul.runtime import codec_ops as _codec_ops  # noqa: F401  # registers its ops
 from backhaul.runtime import ops as _ops  # noqa: F401  # registers its ops
 from backhaul.scheduler.schedule import Event, codec_of, events
@@ -65,6 +74,12 @@ class _Writer:
             for decision in plan.decisions
             if not isinstance(decision.action, Keep)
         }
+        self._recipe = {t.name: t.recipe for t in plan.graph.planned if t.recipe is not None}
+        self._recomputed = {
+            name
+            for name, decision in self._decision.items()
+            if isinstance(decision.action, Recompute)
+        }
         self._slot = {slot.tensor: index for index, slot in enumerate(plan.slots)}
         self._ops = self._step.ops()
         self._storages = Storages.of(self._step.forward)
@@ -75,6 +90,10 @@ class _Writer:
         self._source: dict[str, fx.Node] = {}
         self._arrived: dict[str, fx.Node] = {}
         self._placeholder: dict[str, fx.Node] = {}
+        self._received_by_saved = dict(zip(self._step.saved, self._step.received, strict=True))
+        self._is_tail_of = [*self._step.tangents, *self._ops[self._step.forward_count :]][0]
+        self._state_by_random_op: dict[fx.Node, fx.Node] = {}
+        self._also_saved: list[fx.Node] = []
         self._cursor = self._ops[0]
         self._token: fx.Node | None = None
         if plan.slots:
@@ -90,6 +109,8 @@ class _Writer:
             self._cursor = self._ops[event.position]
         elif event.kind in ("pack", "offload", "offload_wait"):
             self._write_forward(event)
+        elif event.kind == "recompute":
+            self._recompute(event)
         else:
             self._write_backward(event)
 
@@ -106,10 +127,13 @@ class _Writer:
             is_saved = len(results) >= self._step.output_count
             name = replaced.get(result) if is_saved else None
             if name is not None:
-                result = self._carried.pop(name, None)
+                carried = self._carried.pop(name, None)
+                result = None if name in self._recomputed else carried
             if not is_saved or result is not None:
                 results.append(result)
                 descriptions.append(description)
+        results += self._also_saved
+        descriptions += [None] * len(self._also_saved)
         output.args = (tuple(results),)
         if "desc" in output.meta:
             output.meta["desc"] = descriptions
@@ -154,10 +178,57 @@ class _Writer:
             if is_whole and event.kind != "reload":
                 self._replay_views(name)
 
+    def _recompute(self, event: Event) -> None:
+        """Copy the ops of a recipe in front of the op that needs what they make."""
+        name = event.tensor
+        recipe = self._recipe[name]
+        copies: dict[fx.Node, fx.Node] = {}
+        with self._step.backward.graph.inserting_before(self._ops[event.position]):
+            for position in recipe.ops:
+                node = self._ops[position]
+                target, args = copied_call(node)
+                args = fx.map_arg(args, lambda read: copies.get(read) or self._value_of(read))
+                kwargs = fx.map_arg(
+                    node.kwargs, lambda read: copies.get(read) or self._value_of(read)
+                )
+                if draws(node):
+                    target, args = replayed(self._random_state(node), target, args)
+                copies[node] = self._call(self._step.backward, target, args, name, kwargs)
+            self._arrived[name] = copies[self._base[name]]
+            self._replay_views(name)
+
+    def _value_of(self, node: fx.Node) -> fx.Node:
+        """Return what the backward holds of a forward node that a recipe begins with."""
+        arrived = self._arrived.get(node.name)
+        return self._receive(node) if arrived is None else arrived
+
+    def _receive(self, node: fx.Node) -> fx.Node:
+        """Return the backward's placeholder for a forward node, saved for it if need be."""
+        if node not in self._received_by_saved:
+            with self._step.backward.graph.inserting_before(self._is_tail_of):
+                placeholder = self._step.backward.graph.placeholder(node.name)
+            placeholder.meta = {"val": node.meta["val"]}
+            self._received_by_saved[node] = placeholder
+            self._also_saved.append(node)
+        return self._received_by_saved[node]
+
+    def _random_state(self, node: fx.Node) -> fx.Node:
+        """Return the backward's copy of the random state that a forward op begins with."""
+        if node not in self._state_by_random_op:
+            device = next(tensors_of(node)).device
+            with self._step.forward.graph.inserting_before(node):
+                state = self._call(
+                    self._step.forward, torch.ops.backhaul.random_state.default, (device,)
+                )
+            self._state_by_random_op[node] = state
+        return self._receive(self._state_by_random_op[node])
+
     def _received(self, name: str) -> fx.Node:
         """Return the backward's placeholder for what the forward hands over."""
+        carried = self._carried[name]
+        if name not in self._group:
+            return self._receive(carried)
         if name not in self._placeholder:
-            carried = self._carried[name]
             first = self._group[name][0][1]
             with self._step.backward.graph.inserting_before(first):
                 placeholder = self._step.backward.graph.placeholder(carried.name)
@@ -168,7 +239,7 @@ class _Writer:
     def _replay_views(self, name: str) -> None:
         base, arrived = self._base[name], self._arrived[name]
         key = storage_id(base.meta["val"])
-        for saved, received in self._group[name]:
+        for saved, received in self._group.get(name, ()):
             chain = view_chain(saved, base, self._storages, key)
             if chain is None:
                 raise InternalError(f"{saved.name} cannot be replayed on {name}")
@@ -183,9 +254,7 @@ class _Writer:
     ) -> fx.Node:
         """Insert one call with everything that a node must carry."""
         node = gm.graph.call_function(target, args, dict(kwargs or {}))
-        fake_args = fx.map_arg(args, lambda arg: arg.meta["val"])
-        with self._fake_mode:
-            node.meta["val"] = target(*fake_args, **node.kwargs)
+        node.meta["val"] = fake_result(node, self._fake_mode)
         if name:
             base = self._base[name]
             node.meta["backhaul"] = self._decision[name]

@@ -8,23 +8,28 @@ that an input which the step changes must be saved as a copy.
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 from backhaul.passes.step_graphs import StepGraphs, results_of
 from backhaul.passes.torch_compat import fake_mode_of, is_mutation_of
 
-__all__ = ["save_mutated_inputs_as_copies"]
+__all__ = ["mutated_inputs", "save_mutated_inputs_as_copies"]
+
+
+def mutated_inputs(step: StepGraphs) -> set[fx.Node]:
+    """Return the forward's inputs that the step changes."""
+    described = step.forward.graph.output_node().meta.get("desc", [])[: step.output_count]
+    return {
+        node
+        for node in step.forward.graph.find_nodes(op="placeholder")
+        if any(is_mutation_of(result, node.meta.get("desc")) for result in described)
+    }
 
 
 def save_mutated_inputs_as_copies(step: StepGraphs) -> None:
     """Copy, in the forward, each saved input that the step changes; the graphs are changed."""
-    placeholders = step.forward.graph.find_nodes(op="placeholder")
     output = step.forward.graph.output_node()
-    described = output.meta.get("desc", [])[: step.output_count]
-    mutated = {
-        node
-        for node in placeholders
-        if any(is_mutation_of(result, node.meta.get("desc")) for result in described)
-    }
+    mutated = mutated_inputs(step)
     results = results_of(step.forward)
     first_op = next(node for node in step.forward.graph.nodes if node.op != "placeholder")
     for index, (saved, received) in enumerate(zip(step.saved, step.received, strict=True)):

@@ -267,6 +267,21 @@ def op_of(node: torch.fx.Node) -> tuple[Any, tuple[Any, ...]]:
     return node.target, node.args
 
 
+def replayed(
+    state: torch.fx.Node, target: Any, args: tuple[Any, ...]
+) -> tuple[Any, tuple[Any, ...]]:
+    """Return the call that runs a random op from a saved state of its generator."""
+    return run_with_rng_state, (state, target, *args)
+
+
+def fake_result(node: torch.fx.Node, fake_mode: FakeTensorMode) -> Any:
+    """Return the fake value of a call whose arguments have theirs."""
+    target, args = op_of(node)
+    fake_args, fake_kwargs = torch.fx.map_arg((args, node.kwargs), _fake_value)
+    with fake_mode:
+        return target(*fake_args, **fake_kwargs)
+
+
 def describe_replayed_random_ops(
     forward: torch.fx.GraphModule, received_by_saved: dict[torch.fx.Node, torch.fx.Node]
 ) -> None:
@@ -288,11 +303,7 @@ def describe_replayed_random_ops(
             if isinstance(result.meta["val"], (tuple, list)):
                 replay.meta["val"] = tuple(map(items.get, range(len(result.meta["val"]))))
             else:
-                target, args = op_of(replay)
-                with fake_mode:
-                    replay.meta["val"] = target(
-                        *torch.fx.map_arg(args, _fake_value), **replay.kwargs
-                    )
+                replay.meta["val"] = fake_result(replay, fake_mode)
 
 
 def _picks(node: torch.fx.Node) -> list[torch.fx.Node]:

@@ -6,10 +6,18 @@ import torch
 
 from backhaul.runtime.host_memory import available_host_bytes
 
-__all__ = ["allocator_alignment_bytes", "capacity_bytes"]
+__all__ = ["allocator_alignment_bytes", "capacity_bytes", "random_state_bytes"]
 
 ACCELERATOR_ALIGNMENT_BYTES = 512
 """Block size of the caching allocator: `kMinBlockSize` in c10."""
+
+ACCELERATOR_STATE_BYTES = 16
+"""A Philox generator's state: seed and offset."""
+
+
+def random_state_bytes(device: torch.device) -> int:
+    """Return the size of the state of a device's generator."""
+    return torch.get_rng_state().numel() if device.type == "cpu" else ACCELERATOR_STATE_BYTES
 
 
 def allocator_alignment_bytes(device: torch.device) -> int:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from backhaul.errors import InternalError
+from backhaul.runtime.device import random_state_bytes
 from backhaul.runtime.session import SESSIONS, Session
 
 __all__ = ["NAMESPACE"]
@@ -58,6 +59,20 @@ def _fake_begin_step(session: int, slot_count: int) -> Tensor:
 
 
 _define("begin_step(int session, int slot_count) -> Tensor", _begin_step, _fake_begin_step)
+
+
+def _random_state(device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)  # type: ignore[no-any-return]
+
+
+def _fake_random_state(device: torch.device) -> Tensor:
+    length = random_state_bytes(device)
+    return torch.empty(length, dtype=torch.uint8, device="cpu")
+
+
+_define("random_state(Device device) -> Tensor", _random_state, _fake_random_state)
 
 
 def _offload(x: Tensor, token: Tensor, slot: int) -> Tensor:

@@ -8,10 +8,21 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from backhaul.errors import PlanError
-from backhaul.records import CodecRecord, GraphRecord, LinkProfile, MachineProfile, TensorRecord
+from backhaul.records import (
+    CodecRecord,
+    GraphRecord,
+    LinkProfile,
+    MachineProfile,
+    Recipe,
+    TensorRecord,
+)
 
 __all__ = ["CostModel", "Direction"]
 
@@ -24,9 +35,16 @@ class CostModel:
     Attributes:
         duration_s: Time of each op.
         workspace_bytes: What each op holds beyond its inputs and outputs.
+        forward_count: How many of the ops are forward.
         caller_bytes: What the caller holds all along.
+        host_capacity_bytes: Most bytes that the host tier can hold.
+        planned: Saved tensors and checkpoints by name, in order of birth.
+        ready: Position of the node that each of them is named after.
+        nbytes: Size of each of them as the allocator rounds it.
         born_bytes: What is allocated at each op, and the saved part of it.
         dead_bytes: What is freed after each op if everything is kept, likewise.
+        recipe_s: Time of each recipe, by the tensor that it makes.
+        recipe_peak_bytes: Most that each recipe holds at once, the tensor itself included.
 
     Args:
         graph: The step to be costed.
@@ -39,6 +57,7 @@ class CostModel:
     def __init__(self, graph: GraphRecord, machine: MachineProfile) -> None:
         self._cost_by_key = {cost.key: cost for cost in machine.ops}
         self._link = machine.link
+        self.host_capacity_bytes = machine.link.capacity_bytes
         self._alignment_bytes = machine.alignment_bytes
         missing = sorted({op.cost_key for op in graph.ops if op.cost_key} - set(self._cost_by_key))
         if missing:
@@ -47,13 +66,50 @@ class CostModel:
                 f"this graph, the first is {missing[0]}; measure the graph on this machine first"
             )
         self.duration_s = tuple(self.key_s(op.cost_key) for op in graph.ops)
+        self._starts_s = (0.0, *accumulate(self.duration_s))
         self.workspace_bytes = tuple(self.key_workspace_bytes(op.cost_key) for op in graph.ops)
+        self.forward_count = graph.forward_count
         self.caller_bytes = sum(
             self.rounded(tensor.nbytes) for tensor in graph.tensors if tensor.role == "input"
         )
         own = [tensor for tensor in graph.tensors if tensor.role != "input"]
+        position_by_op = {op.name: position for position, op in enumerate(graph.ops)}
+        self.planned = {tensor.name: tensor for tensor in graph.planned}
+        self.ready = {name: position_by_op.get(name, -1) for name in self.planned}
+        self.nbytes = {name: self.rounded(tensor.nbytes) for name, tensor in self.planned.items()}
+        recipes = {name: t.recipe for name, t in self.planned.items() if t.recipe is not None}
+        self.recipe_s = {
+            name: sum(self.duration_s[position] for position in recipe.ops)
+            for name, recipe in recipes.items()
+        }
+        self.recipe_peak_bytes = {name: self._peak(recipe) for name, recipe in recipes.items()}
         self.born_bytes = self._by_position(graph, ((tensor.born, tensor) for tensor in own))
         self.dead_bytes = self._by_position(graph, ((tensor.dies, tensor) for tensor in own))
+        self._born_array = np.array(self.born_bytes, dtype=np.int64).reshape(-1, 2)
+        self._dead_array = np.array(self.dead_bytes, dtype=np.int64).reshape(-1, 2)
+
+    def keep_changes(self, *, saved_only: bool) -> NDArray[np.int64]:
+        """Return how many bytes more are live at each op than before it, if all is kept.
+
+        Args:
+            saved_only: Whether to count saved activations alone.
+        """
+        column = int(saved_only)
+        changes = np.zeros(len(self.duration_s) + 2, dtype=np.int64)
+        changes[:-2] = self._born_array[:, column]
+        changes[1:-1] -= self._dead_array[:, column]
+        return changes
+
+    def workspace_array(self) -> NDArray[np.int64]:
+        """Return what each op holds beyond its inputs and outputs."""
+        return np.array(self.workspace_bytes, dtype=np.int64)
+
+    def _peak(self, recipe: Recipe) -> int:
+        live = [self.workspace_bytes[position] for position in recipe.ops]
+        for nbytes, first, last in recipe.made:
+            for index in range(first, last + 1):
+                live[index] += self.rounded(nbytes)
+        return max(live)
 
     def _by_position(
         self, graph: GraphRecord, tensors: Iterable[tuple[int, TensorRecord]]
@@ -74,6 +130,10 @@ class CostModel:
     def key_workspace_bytes(self, key: str) -> int:
         """Return the workspace of the op with this key; an empty key needs none."""
         return self._cost_by_key[key].workspace_bytes if key else 0
+
+    def gap_s(self, idle: int, use: int) -> float:
+        """Return the compute time of the ops between two positions."""
+        return max(0.0, self._starts_s[max(use, idle + 1)] - self._starts_s[idle + 1])
 
     def codec_s(self, codec: CodecRecord) -> float:
         """Return the time of packing and unpacking once."""

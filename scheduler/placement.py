@@ -13,31 +13,19 @@ from __future__ import annotations
 import heapq
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from backhaul.records import Action, Compress, GraphRecord, Keep, Offload, TensorRecord
+from backhaul.records import Action, Compress, Keep, Offload, Recompute
 from backhaul.scheduler.cost import CostModel
-from backhaul.scheduler.schedule import offload_after
+from backhaul.scheduler.schedule import Life, codec_of, lives, offload_after
+from backhaul.scheduler.ways import Way
 
-__all__ = ["Choice", "Limit", "memory_by_position", "place"]
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What happens to a tensor, before it is decided when.
-
-    Attributes:
-        packs: Whether its first codec packs it.
-        moves: Whether it crosses the link.
-    """
-
-    packs: bool
-    moves: bool
+__all__ = ["Limit", "memory_by_position", "place", "sketched"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,44 +41,65 @@ class Limit:
     saved_only: bool
 
 
-def place(
-    graph: GraphRecord, cost: CostModel, choice_by_tensor: Mapping[str, Choice], limit: Limit
-) -> dict[str, Action]:
-    """Turn choices into actions with positions.
+def place(cost: CostModel, ways: Mapping[str, Way], limit: Limit) -> dict[str, Action]:
+    """Turn ways into actions with positions.
 
-    The result keeps to the limit wherever these choices can: judge it with the simulator.
+    The result keeps to the limit wherever these ways can: judge it with the simulator.
 
     Args:
-        graph: The step.
-        cost: Its costs.
-        choice_by_tensor: What happens to each saved tensor; one that is absent is kept.
+        cost: The costs of the step.
+        ways: What happens to each saved tensor and checkpoint; one that is absent is kept.
         limit: The memory to stay within.
     """
-    position_by_op = {op.name: position for position, op in enumerate(graph.ops)}
-    sketch = {
-        tensor.name: _sketched(tensor, choice_by_tensor.get(tensor.name)) for tensor in graph.saved
-    }
-    memory = memory_by_position(graph, cost, sketch, limit)
-    starts_s = _starts_s(graph, cost, sketch)
+    actions = sketched(cost, ways)
+    life_by_tensor = lives(cost.planned, actions)
     moves = {
-        tensor.name: _Move.of(tensor, position_by_op[tensor.name], action, cost)
-        for tensor in graph.saved
-        if isinstance(action := sketch[tensor.name], Offload)
+        name: _Move.of(name, life_by_tensor[name], action, cost)
+        for name, action in actions.items()
+        if isinstance(action, Offload) and life_by_tensor[name].use >= 0
     }
-    wait_after = _place_waits(graph, cost, moves, memory, limit)
-    reload_before = _place_reloads(graph, moves, memory, starts_s, limit)
-    return {
-        name: (
-            Offload(
-                codec=action.codec,
-                wait_after=wait_after[name],
-                reload_before=reload_before[name],
-            )
-            if isinstance(action, Offload)
-            else action
+    if not moves:
+        return actions
+    memory = memory_by_position(cost, actions, life_by_tensor, limit)
+    wait_after = _place_waits(cost, moves, memory, limit)
+    reload_before = _place_reloads(
+        cost, moves, memory, _starts_s(cost, actions, life_by_tensor), limit
+    )
+    for name in moves:
+        action = actions[name]
+        actions[name] = Offload(
+            codec=codec_of(action),
+            wait_after=wait_after[name],
+            reload_before=reload_before[name],
         )
-        for name, action in sketch.items()
-    }
+    return actions
+
+
+def sketched(cost: CostModel, ways: Mapping[str, Way]) -> dict[str, Action]:
+    """Return actions whose copies are as if instant: freed at once, back at the last moment."""
+    actions: dict[str, Action] = {}
+    for name, way in ways.items():
+        tensor = cost.planned[name]
+        match way:
+            case "keep":
+                continue
+            case "pack":
+                actions[name] = Compress(codec=tensor.codecs[0])
+            case "move" | "pack and move":
+                actions[name] = Offload(
+                    codec=None if way == "move" else tensor.codecs[0],
+                    wait_after=tensor.last_forward_use,
+                    reload_before=max(tensor.first_backward_use, 0),
+                )
+            case "recompute":
+                actions[name] = Recompute()
+            case _:
+                assert_never(way)
+    life_by_tensor = lives(cost.planned, actions)
+    for name, action in actions.items():
+        if isinstance(action, Offload):
+            actions[name] = replace(action, reload_before=max(life_by_tensor[name].use, 0))
+    return actions
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +115,13 @@ class _Move:
     h2d_s: float
 
     @staticmethod
-    def of(tensor: TensorRecord, ready: int, action: Offload, cost: CostModel) -> _Move:
+    def of(name: str, life: Life, action: Offload, cost: CostModel) -> _Move:
+        tensor = cost.planned[name]
         nbytes = tensor.nbytes if action.codec is None else action.codec.packed_bytes
-        start = offload_after(tensor, ready, action)
         return _Move(
-            start_after=start,
+            start_after=offload_after(tensor, cost.ready[name], action),
             idle_after=tensor.last_forward_use,
-            use=tensor.first_backward_use,
+            use=life.use,
             nbytes=nbytes,
             held_bytes=cost.rounded(nbytes),
             d2h_s=cost.copy_s(nbytes, "d2h"),
@@ -120,49 +129,37 @@ class _Move:
         )
 
 
-def _sketched(tensor: TensorRecord, choice: Choice | None) -> Action:
-    """Return the action with the tightest positions: free at once, reload at the last moment."""
-    if choice is None or not (choice.packs or choice.moves):
-        return Keep()
-    codec = tensor.codecs[0] if choice.packs else None
-    if not choice.moves:
-        assert codec is not None
-        return Compress(codec=codec)
-    return Offload(
-        codec=codec,
-        wait_after=tensor.last_forward_use,
-        reload_before=tensor.first_backward_use,
-    )
-
-
 def memory_by_position(
-    graph: GraphRecord, cost: CostModel, sketch: Mapping[str, Action], limit: Limit
+    cost: CostModel, actions: Mapping[str, Action], life_by_tensor: Mapping[str, Life], limit: Limit
 ) -> NDArray[np.int64]:
     """Return the bytes that are live during each op when every copy is instant.
 
     Args:
-        graph: The step.
-        cost: Its costs.
-        sketch: Action of each saved tensor; its positions do not matter.
+        cost: The costs of the step.
+        actions: Action of each saved tensor and checkpoint; positions of copies do not matter.
+        life_by_tensor: When the backward needs each of them.
         limit: Says which tensors count.
     """
-    count = len(graph.ops)
-    changes = np.zeros(count + 2, dtype=np.int64)
+    count = len(cost.duration_s)
+    changes = cost.keep_changes(saved_only=limit.saved_only)
+    workspace = cost.workspace_array()
 
     def occupy(first: int, last: int, nbytes: int) -> None:
         changes[first] += nbytes
         changes[min(last, count) + 1] -= nbytes
 
-    workspace = np.array(cost.workspace_bytes, dtype=np.int64)
-    for tensor in graph.tensors:
-        if tensor.role == "input" or (limit.saved_only and tensor.role != "saved"):
+    for name, tensor in cost.planned.items():
+        use, dies = life_by_tensor[name]
+        action = actions.get(name)
+        if use < 0 or (action is None and dies == tensor.dies):
             continue
-        whole = cost.rounded(tensor.nbytes)
-        action = sketch.get(tensor.name, Keep())
-        idle, use = tensor.last_forward_use, tensor.first_backward_use
+        whole = cost.nbytes[name]
+        if tensor.role == "saved" or not limit.saved_only:
+            occupy(tensor.born, tensor.dies, -whole)
+        idle = tensor.last_forward_use
         match action:
-            case Keep():
-                occupy(tensor.born, tensor.dies, whole)
+            case None | Keep():
+                occupy(tensor.born, dies, whole)
                 continue
             case Compress(codec=codec):
                 occupy(idle, use, cost.rounded(codec.packed_bytes))
@@ -170,10 +167,16 @@ def memory_by_position(
                 packed = 0 if codec is None else cost.rounded(codec.packed_bytes)
                 occupy(idle, idle, packed)
                 occupy(use, use, packed)
+            case Recompute():
+                codec = None
+                assert tensor.recipe is not None
+                occupy(tensor.born, use, cost.rounded(tensor.recipe.state_bytes))
+                beyond = cost.recipe_peak_bytes[name] - whole
+                workspace[use] = max(workspace[use], beyond)
             case _:
                 assert_never(action)
         occupy(tensor.born, idle, whole)
-        occupy(use, tensor.dies, whole)
+        occupy(use, dies, whole)
         if codec is not None:
             for position, key in ((idle, codec.encode_key), (use, codec.decode_key)):
                 needed = cost.key_workspace_bytes(key)
@@ -183,20 +186,23 @@ def memory_by_position(
 
 
 def _starts_s(
-    graph: GraphRecord, cost: CostModel, sketch: Mapping[str, Action]
+    cost: CostModel, actions: Mapping[str, Action], life_by_tensor: Mapping[str, Life]
 ) -> NDArray[np.float64]:
     """Return when each op would start if nothing ever stalled."""
     duration_s = list(cost.duration_s)
-    for tensor in graph.saved:
-        action = sketch[tensor.name]
-        if not isinstance(action, Keep) and action.codec is not None:
-            duration_s[tensor.last_forward_use] += cost.key_s(action.codec.encode_key)
-            duration_s[tensor.first_backward_use] += cost.key_s(action.codec.decode_key)
+    for name, action in actions.items():
+        use = life_by_tensor[name].use
+        if use < 0:
+            continue
+        if isinstance(action, Recompute):
+            duration_s[use] += cost.recipe_s[name]
+        elif (codec := codec_of(action)) is not None:
+            duration_s[cost.planned[name].last_forward_use] += cost.key_s(codec.encode_key)
+            duration_s[use] += cost.key_s(codec.decode_key)
     return np.array([0.0, *accumulate(duration_s)])
 
 
 def _place_waits(
-    graph: GraphRecord,
     cost: CostModel,
     moves: Mapping[str, _Move],
     memory: NDArray[np.int64],
@@ -214,7 +220,7 @@ def _place_waits(
     wait_after: dict[str, int] = {}
     held_bytes = 0
     now_s = engine_free_s = 0.0
-    for position in range(graph.forward_count):
+    for position in range(cost.forward_count):
         while held:
             ends_s, name = held[0]
             if ends_s > now_s and memory[position] + held_bytes <= limit.nbytes:
@@ -231,12 +237,12 @@ def _place_waits(
             heapq.heappush(held, (copied_at_s[name], name))
             held_bytes += moves[name].held_bytes
     for _, name in held:
-        wait_after[name] = graph.forward_count - 1
+        wait_after[name] = cost.forward_count - 1
     return wait_after
 
 
 def _place_reloads(
-    graph: GraphRecord,
+    cost: CostModel,
     moves: Mapping[str, _Move],
     memory: NDArray[np.int64],
     starts_s: NDArray[np.float64],
@@ -249,7 +255,7 @@ def _place_reloads(
     for name, move in sorted(moves.items(), key=lambda item: -item[1].use):
         next_start_s = min(next_start_s, float(starts_s[move.use])) - move.h2d_s
         position = int(np.searchsorted(starts_s[: move.use + 1], next_start_s, side="right")) - 1
-        position = max(position, graph.forward_count)
+        position = max(position, cost.forward_count)
         window = memory[position : move.use] + move.held_bytes > limit.nbytes
         too_full = np.flatnonzero(window)
         if too_full.size:

@@ -1,14 +1,15 @@
 """Planners: functions from graph, machine and budget to a plan.
 
-`greedy` answers the user's budget.  `keep_all`, `compress_all` and `offload_all` treat every
-tensor alike whatever the budget: they are the ends of the scale, for tests and comparison.
-Each is pure, and deterministic: ties are broken by order of birth.
+`frontier` answers the user's budget.  `keep_all`, `compress_all`, `offload_all` and
+`recompute_all` treat every tensor alike whatever the budget: they are the ends of the scale,
+for tests and comparison.  Each is pure, and deterministic.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, assert_never
+from functools import partial
+from typing import assert_never
 
 from backhaul.errors import BudgetError
 from backhaul.records import (
@@ -22,309 +23,265 @@ from backhaul.records import (
     Offload,
     Plan,
     Prediction,
+    Recompute,
     SlotRecord,
     TensorRecord,
 )
 from backhaul.scheduler.cost import CostModel
-from backhaul.scheduler.placement import Choice, Limit, memory_by_position, place
-from backhaul.scheduler.simulator import simulate
+from backhaul.scheduler.frontier import Candidate, Frontier, Kind
+from backhaul.scheduler.placement import Limit, place
+from backhaul.scheduler.schedule import Life, lives
+from backhaul.scheduler.simulator import predict
+from backhaul.scheduler.ways import ALL_WAYS, Option, Way, options_of, slot_bytes
 
-__all__ = ["PLANNERS", "Planner", "compress_all", "greedy", "keep_all", "offload_all"]
+__all__ = [
+    "PLANNERS",
+    "Planner",
+    "compress_all",
+    "frontier",
+    "keep_all",
+    "offload_all",
+    "plan_of_actions",
+    "planner_of",
+    "recompute_all",
+]
 
 Planner = Callable[[GraphRecord, MachineProfile, Budget], Plan]
-Actions = dict[str, Action]
 
-SLOT_ALIGNMENT_BYTES = 4096
-SLOWDOWN_STEPS = 10
 TIME_TOLERANCE = 1e-9
 """Sums of the same times in another order differ by less than this share."""
-KEEP = Choice(packs=False, moves=False)
 
 
 def keep_all(graph: GraphRecord, machine: MachineProfile, budget: Budget) -> Plan:
     """Keep every saved activation on the device, whatever the budget."""
-    return _Bench(graph, machine, budget).plan("keep_all", {}, "Everything is kept.")
+    return plan_of_actions(graph, machine, budget, "keep_all", {}, "Everything is kept.")
 
 
 def compress_all(graph: GraphRecord, machine: MachineProfile, budget: Budget) -> Plan:
     """Pack every saved activation that a lossless codec fits; keep the others."""
-    bench = _Bench(graph, machine, budget)
-    choices = {
-        tensor.name: Choice(packs=True, moves=False)
-        for tensor in graph.saved
-        if tensor.is_movable and tensor.codecs
-    }
-    summary = f"{len(choices)} of {len(graph.saved)} saved activations are packed."
-    return bench.plan("compress_all", bench.placed(choices, bench.no_limit), summary)
+    return _treat_all(graph, machine, budget, "compress_all", "pack", "packed")
 
 
 def offload_all(graph: GraphRecord, machine: MachineProfile, budget: Budget) -> Plan:
     """Move every saved activation that may be moved, unpacked."""
-    bench = _Bench(graph, machine, budget)
-    choices = {
-        tensor.name: Choice(packs=False, moves=True) for tensor in graph.saved if tensor.is_movable
-    }
-    summary = f"{len(choices)} of {len(graph.saved)} saved activations are offloaded."
-    return bench.plan("offload_all", bench.placed(choices, bench.no_limit), summary)
+    return _treat_all(graph, machine, budget, "offload_all", "move", "offloaded")
 
 
-def greedy(graph: GraphRecord, machine: MachineProfile, budget: Budget) -> Plan:
-    """Send everything out, then give back what fits, costliest first.
+def recompute_all(graph: GraphRecord, machine: MachineProfile, budget: Budget) -> Plan:
+    """Compute every saved activation again that has a recipe; keep the others."""
+    return _treat_all(graph, machine, budget, "recompute_all", "recompute", "recomputed")
+
+
+def frontier(
+    graph: GraphRecord,
+    machine: MachineProfile,
+    budget: Budget,
+    allowed: frozenset[Way] = ALL_WAYS,
+) -> Plan:
+    """Answer a budget from the trade-off between memory and time.
 
     Args:
         graph: The step.
         machine: Measurements that cover it.
-        budget: Bytes to stay within, or a slowdown to stay within with the least bytes.
+        budget: Bytes to stay within in the least time, or a slowdown to stay within with the
+            least bytes.
+        allowed: The ways to consider.
 
     Raises:
-        BudgetError: Nothing this planner knows fits the budget; the smallest that fits is in
+        BudgetError: Nothing that the planner knows fits the budget; the smallest that fits is in
             the error.
     """
-    bench = _Bench(graph, machine, budget)
-    match budget.kind:
-        case "memory" | "activations":
-            actions = bench.least_time(budget.kind, int(budget.value))
-        case "slowdown":
-            actions = bench.least_memory(budget.value)
-        case _:
-            assert_never(budget.kind)
-    return bench.plan("greedy", actions, bench.summarised(actions))
+    cost = CostModel(graph, machine)
+    kind: Kind = "activations" if budget.kind == "activations" else "memory"
+    keep = predict(cost, {})
+    if budget.kind != "slowdown" and _used_bytes(keep, kind) <= budget.value:
+        summary = "The step fits as it is: nothing to do."
+        return plan_of_actions(graph, machine, budget, "frontier", {}, summary)
+    found = _answer(Frontier(cost, kind, allowed), budget, kind)
+    return plan_of_actions(graph, machine, budget, "frontier", found.actions, _summary(keep, found))
+
+
+def planner_of(allowed: frozenset[Way]) -> Planner:
+    """Return the planner that considers these ways alone."""
+    return partial(frontier, allowed=allowed)
 
 
 PLANNERS: Mapping[str, Planner] = {
-    "greedy": greedy,
+    "frontier": frontier,
     "keep_all": keep_all,
     "compress_all": compress_all,
     "offload_all": offload_all,
+    "recompute_all": recompute_all,
 }
 
 
-class _Bench:
-    """One graph on one machine, with what every planner needs at hand."""
-
-    def __init__(self, graph: GraphRecord, machine: MachineProfile, budget: Budget) -> None:
-        self.graph = graph
-        self.machine = machine
-        self.budget = budget
-        self.cost = CostModel(graph, machine)
-        self.baseline = self.judged({})
-        self.caller_bytes = self.baseline.peak_bytes - self.baseline.step_peak_bytes
-        self.no_limit = Limit(nbytes=float("inf"), saved_only=False)
-
-    def judged(self, actions: Mapping[str, Action]) -> Prediction:
-        return simulate(self.graph, self.machine, actions, self.cost).prediction
-
-    def placed(self, choices: Mapping[str, Choice], limit: Limit) -> Actions:
-        return place(self.graph, self.cost, choices, limit)
-
-    def least_time(self, kind: Literal["memory", "activations"], nbytes: int) -> Actions:
-        if _used_bytes(self.baseline, kind) <= nbytes:
-            return {}
-        limit = Limit(
-            nbytes=nbytes if kind == "activations" else nbytes - self.caller_bytes,
-            saved_only=kind == "activations",
+def _answer(candidates: Frontier, budget: Budget, kind: Kind) -> Candidate:
+    if budget.kind == "slowdown":
+        limit_s = candidates.keep.prediction.step_s * budget.value
+        return candidates.smallest(limit_s * (1 + TIME_TOLERANCE))
+    found = candidates.fastest(int(budget.value))
+    if found is None:
+        nbytes, smallest = int(budget.value), candidates.floor.used_bytes
+        raise BudgetError(
+            f"a budget of {nbytes:,} bytes of {_MEANING[kind]} cannot be met: the smallest that "
+            f"this step can do with is {smallest:,} bytes; give at least that, a smaller batch, "
+            "or a shorter sequence",
+            budget_bytes=nbytes,
+            smallest_bytes=smallest,
         )
-        floor = self._floor(kind)
-        floor_bytes = _used_bytes(self.judged(self.placed(floor, self._tight(kind))), kind)
-        if floor_bytes > nbytes:
-            raise BudgetError(
-                f"a budget of {nbytes:,} bytes of {_MEANING[kind]} cannot be met: with everything "
-                f"packed and offloaded that may be, this step still needs {floor_bytes:,} bytes; "
-                f"give at least that, a smaller batch, or a shorter sequence",
-                budget_bytes=nbytes,
-                smallest_bytes=floor_bytes,
-            )
-        best = self.placed(floor, self._tight(kind))
-        best_s = self.judged(best).step_s
-        for order in (self._latest_first, self._largest_first):
-            actions = self._given_back(floor, order(), kind, nbytes, limit)
-            if actions is not None and self.judged(actions).step_s < best_s:
-                best, best_s = actions, self.judged(actions).step_s
-        return best
-
-    def least_memory(self, slowdown: float) -> Actions:
-        """Bisect the budget down to where the time limit is met with the fewest bytes."""
-        limit_s = self.baseline.step_s * slowdown
-        floor = self.placed(self._floor("memory"), self._tight("memory"))
-        low, high = self.judged(floor).peak_bytes, self.baseline.peak_bytes
-        best: Actions = {}
-        for _ in range(SLOWDOWN_STEPS):
-            middle = (low + high) // 2
-            actions = self.least_time("memory", middle)
-            if self.judged(actions).step_s <= limit_s:
-                best, high = actions, middle
-            else:
-                low = middle
-        return best
-
-    def _floor(self, kind: Literal["memory", "activations"]) -> dict[str, Choice]:
-        """Choose what takes the least memory: everything out, packed or not, whichever is less."""
-        movable = [tensor for tensor in self.graph.saved if tensor.is_movable]
-        candidates: list[dict[str, Choice]] = [
-            {tensor.name: Choice(packs=bool(tensor.codecs), moves=True) for tensor in movable},
-            {tensor.name: Choice(packs=False, moves=True) for tensor in movable},
-        ]
-        return min(
-            candidates,
-            key=lambda choices: _used_bytes(
-                self.judged(self.placed(choices, self._tight(kind))), kind
-            ),
-        )
-
-    def _tight(self, kind: Literal["memory", "activations"]) -> Limit:
-        """Return the limit that holds nothing longer than it must be."""
-        return Limit(nbytes=0, saved_only=kind == "activations")
-
-    def _latest_first(self) -> list[TensorRecord]:
-        """Order by how little compute there is to hide a round trip behind."""
-        return sorted(
-            self._movable(), key=lambda tensor: tensor.first_backward_use - tensor.last_forward_use
-        )
-
-    def _largest_first(self) -> list[TensorRecord]:
-        return sorted(self._movable(), key=lambda tensor: -tensor.nbytes)
-
-    def _movable(self) -> list[TensorRecord]:
-        return [tensor for tensor in self.graph.saved if tensor.is_movable]
-
-    def _given_back(
-        self,
-        floor: Mapping[str, Choice],
-        order: list[TensorRecord],
-        kind: Literal["memory", "activations"],
-        nbytes: int,
-        limit: Limit,
-    ) -> Actions | None:
-        """Undo moves, then packing, in this order, wherever the rest still fits."""
-        state = _GivingBack(self, floor, kind, nbytes, limit)
-        for packs in (True, False):
-            wanted = [
-                (tensor, Choice(packs=packs and bool(tensor.codecs), moves=False))
-                for tensor in order
-            ]
-            state.give([pair for pair in wanted if state.choices[pair[0].name] != pair[1]])
-        return state.actions
-
-    def plan(self, planner: str, actions: Mapping[str, Action], summary: str) -> Plan:
-        simulation = simulate(self.graph, self.machine, actions, self.cost)
-        decisions = tuple(
-            Decision(
-                tensor=tensor.name,
-                action=(action := actions.get(tensor.name, Keep())),
-                reason=self._reason(tensor, action),
-            )
-            for tensor in self.graph.saved
-        )
-        slots, host_bytes = _laid_out(decisions, self.graph)
-        return Plan(
-            graph=self.graph,
-            machine=self.machine,
-            budget=self.budget,
-            planner=planner,
-            summary=summary,
-            decisions=decisions,
-            slots=slots,
-            host_bytes=host_bytes,
-            baseline=self.baseline,
-            predicted=simulation.prediction,
-        )
-
-    def summarised(self, actions: Mapping[str, Action]) -> str:
-        if all(isinstance(action, Keep) for action in actions.values()):
-            return "The step fits as it is: nothing to do."
-        predicted = self.judged(actions)
-        saved = self.baseline.step_peak_bytes - predicted.step_peak_bytes
-        return (
-            f"{saved / 2**20:,.1f} MiB less at the peak for "
-            f"{(predicted.step_s - self.baseline.step_s) * 1e3:,.1f} ms more, as simulated."
-        )
-
-    def _reason(self, tensor: TensorRecord, action: Action) -> str:
-        match action:
-            case Keep():
-                return tensor.pinned_because or "fits beside the rest within the budget"
-            case Compress(codec=codec):
-                return (
-                    f"{codec.name} holds it in {codec.packed_bytes:,} of {tensor.nbytes:,} bytes "
-                    f"for {self.cost.codec_s(codec) * 1e3:.3f} ms of packing and unpacking"
-                )
-            case Offload(codec=codec):
-                nbytes = tensor.nbytes if codec is None else codec.packed_bytes
-                out_s, back_s = (self.cost.copy_s(nbytes, way) for way in ("d2h", "h2d"))
-                gap_s = sum(
-                    self.cost.duration_s[tensor.last_forward_use + 1 : tensor.first_backward_use]
-                )
-                packing = "" if codec is None else f"packed by {codec.name} to {nbytes:,} bytes; "
-                return (
-                    f"{packing}{out_s * 1e3:.3f} ms out and {back_s * 1e3:.3f} ms back beside "
-                    f"{gap_s * 1e3:.1f} ms of compute between its uses"
-                )
-            case _:
-                assert_never(action)
+    return found
 
 
-class _GivingBack:
-    """Choices that fit, and what has been given back so far.
+def _treat_all(
+    graph: GraphRecord, machine: MachineProfile, budget: Budget, planner: str, way: Way, done: str
+) -> Plan:
+    cost = CostModel(graph, machine)
+    ways = {
+        name: way
+        for name, tensor in cost.planned.items()
+        if tensor.role == "saved" and any(option.way == way for option in options_of(cost, tensor))
+    }
+    actions = place(cost, ways, Limit(nbytes=float("inf"), saved_only=False))
+    summary = f"{len(ways)} of {len(graph.saved)} saved activations are {done}."
+    return plan_of_actions(graph, machine, budget, planner, actions, summary)
 
-    Many are given back at once and the lot is halved where it does not fit, so that a solve
-    takes few simulations; what does not fit even with instant copies needs none.
+
+def plan_of_actions(
+    graph: GraphRecord,
+    machine: MachineProfile,
+    budget: Budget,
+    planner: str,
+    actions: Mapping[str, Action],
+    summary: str,
+) -> Plan:
+    """Write down what is to happen, with what it costs and why.
+
+    Args:
+        graph: The step.
+        machine: Measurements that cover it.
+        budget: What was asked for.
+        planner: Who answered.
+        actions: The answer; a tensor that is absent is kept.
+        summary: The answer in a sentence.
     """
+    cost = CostModel(graph, machine)
+    life_by_tensor = lives(cost.planned, actions)
+    decisions = tuple(
+        Decision(
+            tensor=name,
+            action=(action := actions.get(name, Keep())),
+            reason=_reason(cost, tensor, action, life_by_tensor[name]),
+        )
+        for name, tensor in cost.planned.items()
+        if tensor.role == "saved" or life_by_tensor[name].use >= 0
+    )
+    slots, host_bytes = _laid_out(decisions, graph)
+    return Plan(
+        graph=graph,
+        machine=machine,
+        budget=budget,
+        planner=planner,
+        summary=summary,
+        decisions=decisions,
+        slots=slots,
+        host_bytes=host_bytes,
+        baseline=predict(cost, {}),
+        predicted=predict(cost, actions),
+    )
 
-    def __init__(
-        self,
-        bench: _Bench,
-        floor: Mapping[str, Choice],
-        kind: Literal["memory", "activations"],
-        nbytes: int,
-        limit: Limit,
-    ) -> None:
-        self._bench = bench
-        self._kind = kind
-        self._nbytes = nbytes
-        self._limit = limit
-        self.choices = dict(floor)
-        self.actions: Actions | None = None
-        self._step_s = float("inf")
-        self._accept_if_good(self.choices)
-        tight = bench.placed(floor, Limit(nbytes=0, saved_only=limit.saved_only))
-        self._memory = memory_by_position(bench.graph, bench.cost, tight, limit)
 
-    def give(self, wanted: list[tuple[TensorRecord, Choice]]) -> None:
-        """Give these back, all or as many as fit."""
-        if not wanted:
-            return
-        memory = self._memory.copy()
-        for tensor, choice in wanted:
-            memory[tensor.last_forward_use + 1 : tensor.first_backward_use] += self._held_bytes(
-                tensor, choice
-            ) - self._held_bytes(tensor, self.choices[tensor.name])
-        if memory.max() <= self._limit.nbytes:
-            trial = self.choices | {tensor.name: choice for tensor, choice in wanted}
-            if self._accept_if_good(trial):
-                self._memory = memory
-                return
-        if len(wanted) > 1:
-            middle = len(wanted) // 2
-            self.give(wanted[:middle])
-            self.give(wanted[middle:])
+def _summary(keep: Prediction, found: Candidate) -> str:
+    if not found.ways:
+        return "Nothing that saves memory is fast enough: everything is kept."
+    saved = keep.step_peak_bytes - found.prediction.step_peak_bytes
+    return (
+        f"{saved / 2**20:,.1f} MiB less at the peak for "
+        f"{(found.prediction.step_s - keep.step_s) * 1e3:,.1f} ms more, as simulated."
+    )
 
-    def _accept_if_good(self, trial: dict[str, Choice]) -> bool:
-        actions = self._bench.placed(trial, self._limit)
-        judged = self._bench.judged(actions)
-        if _used_bytes(judged, self._kind) > self._nbytes or judged.step_s > self._step_s * (
-            1 + TIME_TOLERANCE
-        ):
-            return False
-        self.choices, self.actions, self._step_s = trial, actions, judged.step_s
-        return True
 
-    def _held_bytes(self, tensor: TensorRecord, choice: Choice) -> int:
-        """Count what a choice holds on the device between the last use and the first."""
-        if choice.moves:
-            return 0
-        nbytes = tensor.codecs[0].packed_bytes if choice.packs else tensor.nbytes
-        return self._bench.cost.rounded(nbytes)
+def _reason(cost: CostModel, tensor: TensorRecord, action: Action, life: Life) -> str:
+    """Say what the action costs and frees, and what the next cheapest way would have cost."""
+    if tensor.pinned_because:
+        return tensor.pinned_because
+    way = _way_of(action)
+    options = options_of(cost, tensor)
+    chosen = next(option for option in options if option.way == way)
+    others = [option for option in options[1:] if option.way != way]
+    rejected = min(others, key=lambda option: _alone_s(option), default=None)
+    told = _told(cost, tensor, chosen, life)
+    if rejected is None:
+        return told
+    return f"{told}; rather than {_PARTICIPLE[rejected.way]}: {_priced(rejected)}"
 
+
+def _told(cost: CostModel, tensor: TensorRecord, option: Option, life: Life) -> str:
+    match option.way:
+        case "keep" if tensor.role == "checkpoint":
+            return "held because what is recomputed begins with it"
+        case "keep":
+            return "fits beside the rest within the budget"
+        case "pack":
+            codec = tensor.codecs[0]
+            return (
+                f"{codec.name} holds it in {codec.packed_bytes:,} of {tensor.nbytes:,} bytes "
+                f"for {option.compute_s * 1e3:.3f} ms of packing and unpacking"
+            )
+        case "move" | "pack and move":
+            gap_s = cost.gap_s(tensor.last_forward_use, life.use)
+            packing = ""
+            if option.way == "pack and move":
+                codec = tensor.codecs[0]
+                packing = f"packed by {codec.name} to {codec.packed_bytes:,} bytes; "
+            return (
+                f"{packing}{option.d2h_s * 1e3:.3f} ms out and {option.h2d_s * 1e3:.3f} ms back "
+                f"beside {gap_s * 1e3:.1f} ms of compute between its uses"
+            )
+        case "recompute":
+            assert tensor.recipe is not None
+            return (
+                f"{len(tensor.recipe.ops)} ops make its {tensor.nbytes:,} bytes again in "
+                f"{option.compute_s * 1e3:.3f} ms"
+            )
+        case _:
+            assert_never(option.way)
+
+
+def _priced(option: Option) -> str:
+    if "move" in option.way:
+        return f"{option.d2h_s * 1e3:.3f} ms out, {option.h2d_s * 1e3:.3f} ms back" + (
+            f", {option.compute_s * 1e3:.3f} ms of packing" if option.compute_s else ""
+        )
+    return f"{option.compute_s * 1e3:.3f} ms"
+
+
+def _alone_s(option: Option) -> float:
+    return option.compute_s + option.exposed_s
+
+
+def _way_of(action: Action) -> Way:
+    match action:
+        case Keep():
+            return "keep"
+        case Compress():
+            return "pack"
+        case Offload(codec=None):
+            return "move"
+        case Offload():
+            return "pack and move"
+        case Recompute():
+            return "recompute"
+        case _:
+            assert_never(action)
+
+
+_PARTICIPLE: Mapping[Way, str] = {
+    "keep": "kept",
+    "pack": "packed",
+    "move": "offloaded",
+    "pack and move": "packed and offloaded",
+    "recompute": "recomputed",
+}
 
 _MEANING = {
     "memory": "device memory, parameters included",
@@ -332,7 +289,7 @@ _MEANING = {
 }
 
 
-def _used_bytes(prediction: Prediction, kind: Literal["memory", "activations"]) -> int:
+def _used_bytes(prediction: Prediction, kind: Kind) -> int:
     return prediction.peak_bytes if kind == "memory" else prediction.saved_peak_bytes
 
 
@@ -344,7 +301,7 @@ def _laid_out(
     Every copy out happens in the forward and every copy back in the backward, so all slots
     are live together at the end of the forward and none can share bytes with another.
     """
-    tensor_by_name = {tensor.name: tensor for tensor in graph.saved}
+    tensor_by_name = {tensor.name: tensor for tensor in graph.planned}
     slots, offset_bytes = [], 0
     for decision in decisions:
         if isinstance(decision.action, Offload):
@@ -354,5 +311,5 @@ def _laid_out(
             slots.append(
                 SlotRecord(tensor=decision.tensor, offset_bytes=offset_bytes, nbytes=nbytes)
             )
-            offset_bytes += -(-nbytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+            offset_bytes += slot_bytes(nbytes)
     return tuple(slots), offset_bytes

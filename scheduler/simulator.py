@@ -1,26 +1,30 @@
 """Say what a plan costs: step time, peak memory, and a timeline of both.
 
-One compute stream runs ops, packing and unpacking in order.  One engine each way copies,
-first in first out; a copy is slowed by the measured duplex fraction while the other engine
-is busy.  A wait stalls the compute stream until its copy has ended.  Memory is counted by
-storage, at every event, workspaces included.  Every planner is judged by this module.
+One compute stream runs ops, packing, unpacking and recomputing in order.  One engine each way
+copies, first in first out; a copy is slowed by the measured duplex fraction while the other
+engine is busy.  A wait stalls the compute stream until its copy has ended.  Memory is counted
+by storage, at every event, workspaces included.  Every planner is judged by this module.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from backhaul.records import (
     Action,
     GraphRecord,
+    Keep,
     MachineProfile,
     Prediction,
+    Recompute,
+    TensorRecord,
 )
 from backhaul.scheduler.cost import CostModel
-from backhaul.scheduler.schedule import Event, codec_of, events
+from backhaul.scheduler.schedule import Event, EventKind, Schedule, codec_of
 
-__all__ = ["Moment", "Simulation", "simulate"]
+__all__ = ["Moment", "Simulation", "predict", "simulate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,166 +55,238 @@ class Simulation:
 
 
 def simulate(
-    graph: GraphRecord,
-    machine: MachineProfile,
-    action_by_tensor: Mapping[str, Action],
-    cost: CostModel | None = None,
+    graph: GraphRecord, machine: MachineProfile, action_by_tensor: Mapping[str, Action]
 ) -> Simulation:
-    """Run one step on paper.
+    """Run one step on paper, and note every moment of it.
 
     Args:
         graph: The step.
         machine: Measurements that cover the graph.
-        action_by_tensor: Action of each saved tensor; one that is absent is kept.
-        cost: The cost model of graph and machine, if the caller has one.
+        action_by_tensor: Action of each saved tensor and checkpoint; one that is absent is kept.
 
     Raises:
         PlanError: The machine profile lacks an op of the graph.
     """
-    cost = cost or CostModel(graph, machine)
-    clock = _Clock(graph, cost, action_by_tensor)
-    memory = _Memory(graph, cost, action_by_tensor)
-    moments = []
-    for event in events(graph, action_by_tensor):
-        start_s, end_s = clock.advance(event)
-        live_bytes, saved_bytes = memory.advance(event)
-        moments.append(Moment(event, start_s, end_s, live_bytes, saved_bytes))
-    step_peak_bytes = max((moment.live_bytes for moment in moments), default=0)
-    prediction = Prediction(
-        peak_bytes=cost.caller_bytes + step_peak_bytes,
-        step_peak_bytes=step_peak_bytes,
-        saved_peak_bytes=max((moment.saved_bytes for moment in moments), default=0),
-        step_s=clock.now_s,
-        exposed_s=clock.exposed_s,
-        codec_s=clock.codec_s,
-        offloaded_bytes=clock.offloaded_bytes,
-    )
+    moments: list[Moment] = []
+    prediction = predict(CostModel(graph, machine), action_by_tensor, moments)
     return Simulation(prediction, tuple(moments))
+
+
+def predict(
+    cost: CostModel,
+    action_by_tensor: Mapping[str, Action],
+    moments: list[Moment] | None = None,
+) -> Prediction:
+    """Run one step on paper.
+
+    Args:
+        cost: The costs of a step.
+        action_by_tensor: Action of each saved tensor and checkpoint; one that is absent is kept.
+        moments: Where to note every moment, if anyone asks.
+    """
+    schedule = Schedule.of(cost.planned, cost.ready, action_by_tensor)
+    clock = _Clock(cost, action_by_tensor)
+    memory = _Memory(cost, action_by_tensor, schedule)
+    before, after = schedule.before, schedule.after
+
+    def happen(kind: EventKind, position: int, name: str) -> None:
+        start_s, end_s = clock.happen(kind, name)
+        memory.happen(kind, name)
+        if moments is not None:
+            event = Event(kind, position, name)
+            moments.append(Moment(event, start_s, end_s, memory.during, memory.saved_during))
+
+    for position, duration_s in enumerate(cost.duration_s):
+        if position in before:
+            for kind, name in before[position]:
+                happen(kind, position, name)
+        start_s = clock.now_s
+        clock.now_s = start_s + duration_s
+        memory.run(position)
+        if moments is not None:
+            event = Event("run", position)
+            moments.append(Moment(event, start_s, clock.now_s, memory.during, memory.saved_during))
+        if position in after:
+            for kind, name in after[position]:
+                happen(kind, position, name)
+    return replace(
+        clock.told,
+        peak_bytes=cost.caller_bytes + memory.peak,
+        step_peak_bytes=memory.peak,
+        saved_peak_bytes=memory.saved_peak,
+    )
 
 
 class _Clock:
     """Time on the compute stream and on the two copy engines."""
 
-    def __init__(
-        self, graph: GraphRecord, cost: CostModel, action_by_tensor: Mapping[str, Action]
-    ) -> None:
+    def __init__(self, cost: CostModel, action_by_tensor: Mapping[str, Action]) -> None:
         self._cost = cost
-        self._codec_by_tensor = {
-            name: codec
-            for name, action in action_by_tensor.items()
-            if (codec := codec_of(action)) is not None
-        }
-        self._nbytes_by_tensor = {
-            tensor.name: (
-                self._codec_by_tensor[tensor.name].packed_bytes
-                if tensor.name in self._codec_by_tensor
-                else tensor.nbytes
-            )
-            for tensor in graph.saved
-        }
+        self._action_by_tensor = action_by_tensor
         self._copied_at_s: dict[str, float] = {}
         self._d2h_free_s = 0.0
         self._h2d_free_s = 0.0
         self.now_s = 0.0
-        self.exposed_s = 0.0
-        self.codec_s = 0.0
-        self.offloaded_bytes = 0
+        self._exposed_s = 0.0
+        self._codec_s = 0.0
+        self._recompute_s = 0.0
+        self._offloaded_bytes = 0
 
-    def advance(self, event: Event) -> tuple[float, float]:
-        match event.kind:
-            case "run":
-                return self._compute(self._cost.duration_s[event.position])
-            case "pack":
-                return self._pack(self._codec_by_tensor[event.tensor].encode_key)
-            case "unpack":
-                return self._pack(self._codec_by_tensor[event.tensor].decode_key)
+    @property
+    def told(self) -> Prediction:
+        return Prediction(
+            peak_bytes=0,
+            step_peak_bytes=0,
+            saved_peak_bytes=0,
+            step_s=self.now_s,
+            exposed_s=self._exposed_s,
+            codec_s=self._codec_s,
+            offloaded_bytes=self._offloaded_bytes,
+            recompute_s=self._recompute_s,
+        )
+
+    def happen(self, kind: EventKind, name: str) -> tuple[float, float]:
+        match kind:
+            case "pack" | "unpack":
+                codec = codec_of(self._action_by_tensor[name])
+                assert codec is not None
+                duration_s = self._cost.key_s(
+                    codec.encode_key if kind == "pack" else codec.decode_key
+                )
+                self._codec_s += duration_s
+                return self._compute(duration_s)
+            case "recompute":
+                self._recompute_s += self._cost.recipe_s[name]
+                return self._compute(self._cost.recipe_s[name])
             case "offload":
-                return self._offload(event.tensor)
+                return self._offload(name)
             case "reload":
-                return self._reload(event.tensor)
-            case "offload_wait" | "reload_wait":
-                return self._wait(event.tensor)
+                return self._reload(name)
+            case _:
+                return self._wait(name)
 
     def _compute(self, duration_s: float) -> tuple[float, float]:
         start_s, self.now_s = self.now_s, self.now_s + duration_s
         return start_s, self.now_s
 
-    def _pack(self, key: str) -> tuple[float, float]:
-        self.codec_s += self._cost.key_s(key)
-        return self._compute(self._cost.key_s(key))
+    def _moved_bytes(self, name: str) -> int:
+        codec = codec_of(self._action_by_tensor[name])
+        return self._cost.planned[name].nbytes if codec is None else codec.packed_bytes
 
-    def _offload(self, tensor: str) -> tuple[float, float]:
-        nbytes = self._nbytes_by_tensor[tensor]
+    def _offload(self, name: str) -> tuple[float, float]:
+        nbytes = self._moved_bytes(name)
         start_s = max(self.now_s, self._d2h_free_s)
         both_ways = self._h2d_free_s > start_s
         self._d2h_free_s = start_s + self._cost.copy_s(nbytes, "d2h", both_ways=both_ways)
-        self._copied_at_s[tensor] = self._d2h_free_s
-        self.offloaded_bytes += nbytes
+        self._copied_at_s[name] = self._d2h_free_s
+        self._offloaded_bytes += nbytes
         return start_s, self._d2h_free_s
 
-    def _reload(self, tensor: str) -> tuple[float, float]:
-        nbytes = self._nbytes_by_tensor[tensor]
-        start_s = max(self.now_s, self._h2d_free_s, self._copied_at_s[tensor])
+    def _reload(self, name: str) -> tuple[float, float]:
+        start_s = max(self.now_s, self._h2d_free_s, self._copied_at_s[name])
         both_ways = self._d2h_free_s > start_s
+        nbytes = self._moved_bytes(name)
         self._h2d_free_s = start_s + self._cost.copy_s(nbytes, "h2d", both_ways=both_ways)
-        self._copied_at_s[tensor] = self._h2d_free_s
+        self._copied_at_s[name] = self._h2d_free_s
         return start_s, self._h2d_free_s
 
-    def _wait(self, tensor: str) -> tuple[float, float]:
-        stall_s = max(0.0, self._copied_at_s[tensor] - self.now_s)
-        self.exposed_s += stall_s
+    def _wait(self, name: str) -> tuple[float, float]:
+        stall_s = max(0.0, self._copied_at_s[name] - self.now_s)
+        self._exposed_s += stall_s
         return self._compute(stall_s)
 
 
 class _Memory:
-    """Bytes on the device: what the caller holds apart, saved activations told apart."""
+    """Bytes on the device: what the caller holds apart, saved activations told apart.
+
+    Attributes:
+        during: Bytes live during the last event.
+        saved_during: The saved part of them.
+        peak: Most bytes during any event so far.
+        saved_peak: Most saved bytes so far.
+    """
 
     def __init__(
-        self, graph: GraphRecord, cost: CostModel, action_by_tensor: Mapping[str, Action]
+        self, cost: CostModel, action_by_tensor: Mapping[str, Action], schedule: Schedule
     ) -> None:
         self._cost = cost
-        self._tensor_by_name = {tensor.name: tensor for tensor in graph.tensors}
         self._action_by_tensor = action_by_tensor
-        self._live_bytes = 0
-        self._saved_bytes = 0
+        self._live = self._saved = 0
+        self.during = self.saved_during = self.peak = self.saved_peak = 0
+        # Bytes, and saved bytes, that are born and die elsewhere than if everything were kept.
+        self._born: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+        self._dead: dict[int, list[int]] = defaultdict(lambda: [0, 0])
+        for name, tensor in cost.planned.items():
+            use, dies = schedule.lives[name]
+            action = action_by_tensor.get(name)
+            if use >= 0 and (action is not None or dies != tensor.dies):
+                self._adjust(name, tensor, action or Keep(), dies)
 
-    def advance(self, event: Event) -> tuple[int, int]:
+    def _adjust(self, name: str, tensor: TensorRecord, action: Action, dies: int) -> None:
+        whole = self._cost.nbytes[name]
+        is_saved = tensor.role == "saved"
+        if not is_saved:
+            self._born[tensor.born][1] += whole
+        self._move(self._dead[tensor.dies], -whole, is_saved)
+        self._move(self._dead[dies], whole, True)
+        if isinstance(action, Recompute):
+            self._move(self._dead[tensor.last_forward_use], whole, True)
+            self._move(self._born[tensor.born], self._state_bytes(name), True)
+
+    def _move(self, pair: list[int], nbytes: int, is_saved: bool) -> None:
+        pair[0] += nbytes
+        pair[1] += nbytes if is_saved else 0
+
+    def _state_bytes(self, name: str) -> int:
+        recipe = self._cost.planned[name].recipe
+        return 0 if recipe is None else self._cost.rounded(recipe.state_bytes)
+
+    def run(self, position: int) -> None:
+        """Allocate, note the bytes during the op, free."""
+        cost = self._cost
+        born, saved_born = cost.born_bytes[position]
+        dead, saved_dead = cost.dead_bytes[position]
+        if position in self._born:
+            more, saved_more = self._born[position]
+            born, saved_born = born + more, saved_born + saved_more
+        if position in self._dead:
+            more, saved_more = self._dead[position]
+            dead, saved_dead = dead + more, saved_dead + saved_more
+        live, saved = self._live + born, self._saved + saved_born
+        self._note(live + cost.workspace_bytes[position], saved)
+        self._live, self._saved = live - dead, saved - saved_dead
+
+    def happen(self, kind: EventKind, name: str) -> None:
         """Allocate, note the bytes during the event, free."""
-        if event.kind == "run":
-            return self._run(event.position)
-        tensor = self._tensor_by_name[event.tensor]
-        action = self._action_by_tensor[event.tensor]
-        codec = codec_of(action)
-        whole = self._cost.rounded(tensor.nbytes)
-        moved = whole if codec is None else self._cost.rounded(codec.packed_bytes)
-        match event.kind:
+        cost = self._cost
+        whole = cost.nbytes[name]
+        codec = codec_of(self._action_by_tensor[name])
+        moved = whole if codec is None else cost.rounded(codec.packed_bytes)
+        match kind:
             case "pack":
                 assert codec is not None
-                return self._hold(moved, codec.encode_key, freed_bytes=whole)
+                self._hold(moved, cost.key_workspace_bytes(codec.encode_key), freed=whole)
             case "unpack":
                 assert codec is not None
-                return self._hold(whole, codec.decode_key, freed_bytes=moved)
+                self._hold(whole, cost.key_workspace_bytes(codec.decode_key), freed=moved)
+            case "recompute":
+                beyond = cost.recipe_peak_bytes[name] - whole
+                self._hold(whole, beyond, freed=self._state_bytes(name))
             case "offload_wait":
-                return self._hold(0, "", freed_bytes=moved)
+                self._hold(0, 0, freed=moved)
             case "reload":
-                return self._hold(moved, "", freed_bytes=0)
+                self._hold(moved, 0, freed=0)
             case _:
-                return self._hold(0, "", freed_bytes=0)
+                self._hold(0, 0, freed=0)
 
-    def _run(self, position: int) -> tuple[int, int]:
-        nbytes, saved_bytes = self._cost.born_bytes[position]
-        self._live_bytes += nbytes
-        self._saved_bytes += saved_bytes
-        during = self._live_bytes + self._cost.workspace_bytes[position], self._saved_bytes
-        nbytes, saved_bytes = self._cost.dead_bytes[position]
-        self._live_bytes -= nbytes
-        self._saved_bytes -= saved_bytes
-        return during
+    def _hold(self, allocated: int, workspace: int, *, freed: int) -> None:
+        live, saved = self._live + allocated, self._saved + allocated
+        self._note(live + workspace, saved)
+        self._live, self._saved = live - freed, saved - freed
 
-    def _hold(self, allocated_bytes: int, key: str, *, freed_bytes: int) -> tuple[int, int]:
-        self._live_bytes += allocated_bytes
-        self._saved_bytes += allocated_bytes
-        during = self._live_bytes + self._cost.key_workspace_bytes(key), self._saved_bytes
-        self._live_bytes -= freed_bytes
-        self._saved_bytes -= freed_bytes
-        return during
+    def _note(self, live: int, saved: int) -> None:
+        self.during, self.saved_during = live, saved
+        if live > self.peak:
+            self.peak = live
+        if saved > self.saved_peak:
+            self.saved_peak = saved

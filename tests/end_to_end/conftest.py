@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,20 +16,60 @@ from torch import Tensor, nn
 import backhaul
 from backhaul.errors import BudgetError
 from backhaul.passes import pipeline
-from backhaul.records import LinkProfile, OpCost
+from backhaul.records import Budget, GraphRecord, LinkProfile, MachineProfile, Offload, OpCost, Plan
 from backhaul.runtime.adversary import AdversaryLink
+from backhaul.scheduler.cost import CostModel
+from backhaul.scheduler.placement import sketched
+from backhaul.scheduler.planner import plan_of_actions
+from backhaul.scheduler.schedule import lives
+from backhaul.scheduler.ways import Way, options_of
+
+
+class RandomPlanner:
+    """Treats each tensor in any way, at any moments, that the rules of plans allow."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def __call__(self, graph: GraphRecord, machine: MachineProfile, budget: Budget) -> Plan:
+        rng = random.Random(self.seed)
+        cost = CostModel(graph, machine)
+        ways: dict[str, Way] = {}
+        for name, tensor in cost.planned.items():
+            ways[name] = rng.choice([option.way for option in options_of(cost, tensor)])
+        for name, way in list(ways.items()):
+            recipe = cost.planned[name].recipe
+            for source in recipe.sources if way == "recompute" and recipe else ():
+                if "pack" in ways[source] and not cost.planned[source].codecs[0].is_exact:
+                    ways[source] = "move"
+        actions = sketched(cost, ways)
+        for name, life in lives(cost.planned, actions).items():
+            action = actions.get(name)
+            if isinstance(action, Offload) and life.use >= 0:
+                idle = cost.planned[name].last_forward_use
+                actions[name] = dataclasses.replace(
+                    action,
+                    wait_after=rng.randint(idle, graph.forward_count - 1),
+                    reload_before=rng.randint(graph.forward_count, life.use),
+                )
+        return plan_of_actions(graph, machine, budget, "random", actions, "Anything goes.")
+
 
 PLANS: dict[str, dict[str, Any]] = {
     "keep_all": {"planner": "keep_all"},
     "offload_all": {"planner": "offload_all"},
     "compress_all": {"planner": "compress_all"},
-    "greedy": {"planner": "greedy", "activation_budget": 0.5},
+    "recompute_all": {"planner": "recompute_all"},
+    "random": {"planner": RandomPlanner(0)},
+    "frontier": {"planner": "frontier", "activation_budget": 0.5},
 }
 ORDERS: dict[str, Any] = {
     "keep_all": "first",
     "offload_all": "last",
     "compress_all": "first",
-    "greedy": "random",
+    "recompute_all": "first",
+    "random": "random",
+    "frontier": "random",
 }
 STEP_COUNT = 2
 OP_S = 1e-4
@@ -71,6 +112,11 @@ def _assert_bit_equal() -> Callable[..., None]:
 @pytest.fixture(name="optimized")
 def _optimized() -> Callable[..., Any]:
     return optimized
+
+
+@pytest.fixture(name="random_planner")
+def _random_planner() -> type[RandomPlanner]:
+    return RandomPlanner
 
 
 @pytest.fixture(name="train")
@@ -163,7 +209,7 @@ def assert_bit_equal(
 
 
 def optimized(model: nn.Module, sample: Any, name: str = "offload_all", **options: Any) -> Any:
-    """Optimize by a plan of `PLANS`; give greedy the least it can do with if half is too little."""
+    """Optimize by a plan of `PLANS`, on the least that `frontier` can do with if half is too little."""
     options = {"link": AdversaryLink(ORDERS[name], seed=1), **PLANS[name], **options}
     try:
         return backhaul.optimize(model, sample, **options)

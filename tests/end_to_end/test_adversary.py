@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,9 +16,7 @@ from backhaul.errors import VerifyError
 from backhaul.passes import capture
 from backhaul.passes.step_graphs import StepGraphs
 from backhaul.passes.verify import verify
-from backhaul.records import Action, Budget, Compress, GraphRecord, Keep, MachineProfile, Offload
 from backhaul.runtime.adversary import AdversaryLink
-from backhaul.scheduler.planner import _Bench
 
 Check = Callable[..., Any]
 
@@ -42,32 +39,13 @@ def gpt2_tiny() -> tuple[nn.Module, Any]:
     return model, {"input_ids": tokens, "labels": tokens.clone()}
 
 
-class RandomPlanner:
-    """Treats each tensor in any way, at any moments, that the rules of plans allow."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-
-    def __call__(self, graph: GraphRecord, machine: MachineProfile, budget: Budget) -> Any:
-        actions = {tensor.name: self.action(graph, tensor) for tensor in graph.saved}
-        return _Bench(graph, machine, budget).plan("random", actions, "Anything goes.")
-
-    def action(self, graph: GraphRecord, tensor: Any) -> Action:
-        if not tensor.is_movable:
-            return Keep()
-        codec = self.random.choice((None, *tensor.codecs))
-        kind = self.random.choice(("keep", "compress", "offload", "offload"))
-        if kind == "offload":
-            return Offload(
-                codec=codec,
-                wait_after=self.random.randint(tensor.last_forward_use, graph.forward_count - 1),
-                reload_before=self.random.randint(graph.forward_count, tensor.first_backward_use),
-            )
-        return Compress(codec=codec) if kind == "compress" and codec is not None else Keep()
-
-
 def assert_interleavings_are_exact(
-    make: Check, train: Check, assert_same_facts: Check, plan_count: int, order_count: int
+    make: Check,
+    train: Check,
+    assert_same_facts: Check,
+    random_planner: Check,
+    plan_count: int,
+    order_count: int,
 ) -> None:
     """Train under random plans, and each under random orders of its copies."""
     model, sample = make()
@@ -76,7 +54,7 @@ def assert_interleavings_are_exact(
     for plan_seed in range(plan_count):
         torch._dynamo.reset()
         link = AdversaryLink("random", poison_byte=0)
-        module = backhaul.optimize(model, sample, planner=RandomPlanner(plan_seed), link=link)
+        module = backhaul.optimize(model, sample, planner=random_planner(plan_seed), link=link)
         for order_seed in range(order_count):
             link._random.seed(order_seed)
             module.load_state_dict(state)
@@ -86,16 +64,22 @@ def assert_interleavings_are_exact(
         model.load_state_dict(state)
 
 
-def test_random_interleavings(small_net: Check, train: Check, assert_same_facts: Check) -> None:
+def test_random_interleavings(
+    small_net: Check, train: Check, assert_same_facts: Check, random_planner: Check
+) -> None:
     assert_interleavings_are_exact(
-        small_net, train, assert_same_facts, plan_count=5, order_count=10
+        small_net, train, assert_same_facts, random_planner, plan_count=5, order_count=10
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [resnet18, gpt2_tiny])
-def test_two_hundred_interleavings(make: Check, train: Check, assert_same_facts: Check) -> None:
-    assert_interleavings_are_exact(make, train, assert_same_facts, plan_count=10, order_count=20)
+def test_two_hundred_interleavings(
+    make: Check, train: Check, assert_same_facts: Check, random_planner: Check
+) -> None:
+    assert_interleavings_are_exact(
+        make, train, assert_same_facts, random_planner, plan_count=10, order_count=20
+    )
 
 
 @pytest.mark.parametrize("make", [resnet18, gpt2_tiny])

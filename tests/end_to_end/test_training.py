@@ -16,7 +16,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "keep_all": {"planner": "keep_all"},
     "offload_all": {"planner": "offload_all"},
     "compress_all": {"planner": "compress_all"},
-    "greedy": {"activation_budget": 0.6},
+    "frontier": {"activation_budget": 0.6},
 }
 
 

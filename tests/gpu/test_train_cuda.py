@@ -16,7 +16,7 @@ PLANNERS: dict[str, dict[str, Any]] = {
     "keep_all": {},
     "offload_all": {},
     "compress_all": {},
-    "greedy": {"activation_budget": 0.5},
+    "frontier": {"activation_budget": 0.5},
 }
 
 

@@ -26,7 +26,7 @@ from backhaul.records import (
     Plan,
     TensorRecord,
 )
-from backhaul.scheduler.planner import PLANNERS, greedy
+from backhaul.scheduler.planner import PLANNERS, frontier
 from backhaul.scheduler.schedule import events
 
 Case = tuple[GraphRecord, MachineProfile]
@@ -238,15 +238,15 @@ def test_a_plan_keeps_to_its_budget_or_says_the_smallest(
     whole = used(PLANNERS["keep_all"](*case, Budget(kind=kind, value=0)))
     nbytes = int(whole * share)
     try:
-        plan = greedy(*case, Budget(kind=kind, value=nbytes))
+        plan = frontier(*case, Budget(kind=kind, value=nbytes))
     except BudgetError as error:
         nbytes = error.smallest_bytes
         assert nbytes > int(whole * share)
-        plan = greedy(*case, Budget(kind=kind, value=nbytes))
+        plan = frontier(*case, Budget(kind=kind, value=nbytes))
         with pytest.raises(BudgetError):
-            greedy(*case, Budget(kind=kind, value=nbytes - 1))
+            frontier(*case, Budget(kind=kind, value=nbytes - 1))
     assert used(checked(plan)) <= nbytes
-    assert plan == greedy(*case, Budget(kind=kind, value=nbytes))
+    assert plan == frontier(*case, Budget(kind=kind, value=nbytes))
     if nbytes >= whole:
         assert all(isinstance(each.action, Keep) for each in plan.decisions)
 
@@ -254,6 +254,6 @@ def test_a_plan_keeps_to_its_budget_or_says_the_smallest(
 @settings(max_examples=60, deadline=None)
 @given(case=cases(), slowdown=st.sampled_from([1.0, 1.1, 2.0, 100.0]))
 def test_a_plan_keeps_to_its_slowdown(case: Case, slowdown: float) -> None:
-    plan = checked(greedy(*case, Budget(kind="slowdown", value=slowdown)))
+    plan = checked(frontier(*case, Budget(kind="slowdown", value=slowdown)))
     assert plan.predicted.step_s <= plan.baseline.step_s * slowdown * (1 + 1e-9)
     assert plan.predicted.peak_bytes <= plan.baseline.peak_bytes

@@ -7,16 +7,15 @@ from typing import Any
 
 from backhaul.records import GraphRecord, Offload
 from backhaul.scheduler.cost import CostModel
-from backhaul.scheduler.placement import Choice, Limit, place
+from backhaul.scheduler.placement import Limit, place
 
-MOVE = Choice(packs=False, moves=True)
 TIGHT = Limit(nbytes=0, saved_only=False)
 FREE = Limit(nbytes=float("inf"), saved_only=False)
 
 
 def placed(tiny: Any, graph: GraphRecord, limit: Limit, **machine: Any) -> dict[str, Any]:
     cost = CostModel(graph, tiny.machine(graph, **machine))
-    return place(graph, cost, {tensor.name: MOVE for tensor in graph.saved}, limit)
+    return place(cost, {tensor.name: "move" for tensor in graph.saved}, limit)
 
 
 def test_with_room_a_copy_is_waited_for_when_it_has_ended(tiny: Any) -> None:
@@ -56,5 +55,5 @@ def test_without_room_a_copy_back_starts_at_its_use(tiny: Any) -> None:
 def test_only_what_is_chosen_moves(tiny: Any) -> None:
     graph = tiny.chain(3)
     cost = CostModel(graph, tiny.machine(graph))
-    actions = place(graph, cost, {"f1": MOVE}, FREE)
+    actions = place(cost, {"f1": "move"}, FREE)
     assert [name for name, action in actions.items() if isinstance(action, Offload)] == ["f1"]

@@ -1,0 +1,235 @@
+"""Find the trade-off between memory and time: plans of which none is beaten in both.
+
+The search does not know the budget.  It makes one set of candidates for a graph and a
+machine, and a budget only picks from the set, so that more budget never costs time and less
+never raises the peak.
+
+Several paths (`scheduler.paths`) walk down from keeping everything; each charges the link
+otherwise.  Where a path first fits a level of memory, its copies are placed for that level and
+the simulator judges the whole.  Small graphs are searched further, one tensor at a time.
+
+    levels between the floor and keeping everything     `_LEVEL_COUNT`
+    finer levels about the one that is asked for        `_FINE_COUNT`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from backhaul.records import Action, Prediction
+from backhaul.scheduler.cost import CostModel
+from backhaul.scheduler.paths import NEVER, Path
+from backhaul.scheduler.placement import Limit, place
+from backhaul.scheduler.simulator import predict
+from backhaul.scheduler.ways import ALL_WAYS, Option, Way, options_of
+
+__all__ = ["Candidate", "Frontier", "Kind"]
+
+Kind = Literal["memory", "activations"]
+Ways = Mapping[str, Way]
+
+_LEVEL_COUNT = 24
+_FINE_COUNT = 8
+_SLACKS = (0.0, 0.04, 0.12)
+"""Shares of the range that a plan leaves free of tensors, for copies on their way."""
+
+_CHARGES = ((0.0, 1.0), (0.2, 1.0), (1.0, 1.0), (NEVER, 1.0), (0.0, NEVER))
+"""Seconds charged for each second of copying, and of recomputing."""
+
+_SEARCH_EVENTS = 400_000
+"""Ops simulated, at most, while a small graph is searched one tensor at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One plan, judged.
+
+    Attributes:
+        ways: What happens to each tensor that is not kept.
+        actions: The same with positions.
+        prediction: What the simulator says of it.
+        used_bytes: Bytes that the budget counts.
+    """
+
+    ways: Ways
+    actions: Mapping[str, Action]
+    prediction: Prediction
+    used_bytes: int
+
+    @property
+    def rank(self) -> tuple[float, int, int]:
+        """Order by time, then memory, then how much is left alone."""
+        return self.prediction.step_s, self.used_bytes, len(self.ways)
+
+
+class Frontier:
+    """The candidates for one graph on one machine.
+
+    Args:
+        cost: The costs of the step.
+        kind: What a budget counts: everything on the device, or saved activations.
+        allowed: The ways to consider.
+    """
+
+    def __init__(self, cost: CostModel, kind: Kind, allowed: frozenset[Way] = ALL_WAYS) -> None:
+        self._cost = cost
+        self._kind = kind
+        self._saved_only = kind == "activations"
+        self._options = {
+            name: options_of(cost, tensor, allowed) for name, tensor in cost.planned.items()
+        }
+        self.keep = self._judged({}, {})
+        self._judged_limits: dict[tuple[tuple[str, Way], ...], set[int]] = {}
+        self._found = [self.keep]
+        self._paths = [
+            Path(cost, self._options, self._saved_only, copy_charge, recompute_charge)
+            for copy_charge, recompute_charge in _CHARGES
+        ]
+        self._found += self._tightest()
+        self.floor = min(self._found, key=lambda found: (found.used_bytes, found.rank))
+        self._levels = self._spread(self.floor.used_bytes, self.keep.used_bytes, _LEVEL_COUNT)
+        for level in self._levels:
+            self._found += self._at(level)
+        self._search()
+        self.candidates = _unbeaten(self._found)
+
+    def fastest(self, nbytes: int) -> Candidate | None:
+        """Return the fastest plan that uses at most so many bytes, or None if none does."""
+        fitting = [found for found in self._near(nbytes) if found.used_bytes <= nbytes]
+        return min(fitting, key=lambda found: found.rank, default=None)
+
+    def smallest(self, step_s: float) -> Candidate:
+        """Return the plan with the least memory that takes at most so long."""
+
+        def least(among: Iterable[Candidate]) -> Candidate:
+            in_time = [found for found in among if found.prediction.step_s <= step_s]
+            return min(in_time, key=lambda found: (found.used_bytes, found.rank), default=self.keep)
+
+        return least(self._near(least(self.candidates).used_bytes - 1))
+
+    def _near(self, nbytes: int) -> list[Candidate]:
+        """Return the candidates, with finer ones between the two levels about a size.
+
+        A finer one that is faster than what the upper level offers is left out: it would make
+        more memory cost time.
+        """
+        upper = next((found for found in self.candidates if found.used_bytes > nbytes), None)
+        lower = max(
+            (found.used_bytes for found in self.candidates if found.used_bytes <= nbytes),
+            default=None,
+        )
+        if upper is None or lower is None:
+            return list(self.candidates)
+        finer: list[Candidate] = []
+        for level in self._spread(lower, upper.used_bytes, _FINE_COUNT):
+            finer += self._at(level)
+        return list(self.candidates) + [
+            found
+            for found in finer
+            if lower < found.used_bytes < upper.used_bytes
+            and found.prediction.step_s >= upper.prediction.step_s
+        ]
+
+    def _spread(self, low: int, high: int, count: int) -> list[int]:
+        """Return levels between two sizes."""
+        return sorted({low + (high - low) * i // count for i in range(1, count)} - {low, high})
+
+    def _tightest(self) -> list[Candidate]:
+        """Judge the ends of the paths with nothing held longer than it must be."""
+        return [self._placed(path.end(), Limit(0, self._saved_only)) for path in self._paths]
+
+    def _at(self, nbytes: int) -> list[Candidate]:
+        """Judge what each path offers for a budget of so many bytes."""
+        limit = nbytes if self._saved_only else nbytes - self._cost.caller_bytes
+        span = self.keep.used_bytes - self.floor.used_bytes
+        found = []
+        for path in self._paths:
+            for slack in _SLACKS if path.moves else _SLACKS[:1]:
+                ways = path.first_within(limit - int(slack * span))
+                if ways is not None and self._is_new(ways, limit):
+                    found.append(self._placed(ways, Limit(limit, self._saved_only)))
+        return found
+
+    def _is_new(self, ways: Ways, limit: int) -> bool:
+        """Say whether these ways were not yet judged with this limit."""
+        moves = any(way in ("move", "pack and move") for way in ways.values())
+        limits = self._judged_limits.setdefault(tuple(ways.items()), set())
+        key = limit if moves else 0
+        is_new = key not in limits
+        limits.add(key)
+        return is_new
+
+    def _placed(self, ways: Ways, limit: Limit) -> Candidate:
+        return self._judged(ways, place(self._cost, ways, limit))
+
+    def _judged(self, ways: Ways, actions: Mapping[str, Action]) -> Candidate:
+        prediction = predict(self._cost, actions)
+        used = prediction.saved_peak_bytes if self._saved_only else prediction.peak_bytes
+        return Candidate(ways, actions, prediction, used)
+
+    def _search(self) -> None:
+        """Change one tensor of one unbeaten plan at a time, while the graph is small enough."""
+        pending = list(_unbeaten(self._found))
+        seen = {tuple(sorted(found.ways.items())) for found in pending}
+        left = _SEARCH_EVENTS // max(1, len(self._cost.duration_s))
+        while pending and left > 0:
+            near, pending = pending, []
+            for ways in _neighbours(near, self._options):
+                key = tuple(sorted(ways.items()))
+                if key in seen or not self._is_legal(ways):
+                    continue
+                seen.add(key)
+                for limit in self._limits(ways):
+                    left -= 1
+                    pending.append(self._placed(ways, limit))
+                if left <= 0:
+                    break
+            self._found = list(_unbeaten(self._found + pending))
+            kept = {id(found) for found in self._found}
+            pending = [found for found in pending if id(found) in kept]
+
+    def _is_legal(self, ways: Ways) -> bool:
+        """Say whether the host tier holds it all, and every recipe finds the values it reads."""
+        host_bytes = 0
+        for name, way in ways.items():
+            tensor = self._cost.planned[name]
+            host_bytes += next(o.host_bytes for o in self._options[name] if o.way == way)
+            if way == "recompute" and tensor.recipe is not None:
+                for source in tensor.recipe.sources:
+                    is_packed = "pack" in ways.get(source, "keep")
+                    if is_packed and not self._cost.planned[source].codecs[0].is_exact:
+                        return False
+        return host_bytes <= self._cost.host_capacity_bytes
+
+    def _limits(self, ways: Ways) -> list[Limit]:
+        """Return the limits worth a try: none, the tightest, and some between."""
+        if not any(way in ("move", "pack and move") for way in ways.values()):
+            return [Limit(0, self._saved_only)]
+        return [Limit(nbytes, self._saved_only) for nbytes in (0, float("inf"))]
+
+
+def _neighbours(
+    near: Iterable[Candidate], options: Mapping[str, tuple[Option, ...]]
+) -> Iterator[dict[str, Way]]:
+    """Yield the ways that differ from those of a plan in one tensor."""
+    for found in near:
+        for name, offered in options.items():
+            current = found.ways.get(name, "keep")
+            for option in offered:
+                if option.way == current:
+                    continue
+                changed = {key: way for key, way in found.ways.items() if key != name}
+                if option.way != "keep":
+                    changed[name] = option.way
+                yield changed
+
+
+def _unbeaten(found: Iterable[Candidate]) -> list[Candidate]:
+    """Return the plans that no other beats in both memory and time, by rising memory."""
+    kept: list[Candidate] = []
+    for each in sorted(found, key=lambda each: (each.used_bytes, each.rank)):
+        if not kept or each.prediction.step_s < kept[-1].prediction.step_s:
+            kept.append(each)
+    return kept

@@ -1,0 +1,93 @@
+"""The ways to treat one tensor, and what each would cost if it were alone.
+
+What a copy costs depends on what else crosses the link and on how much compute there is to
+hide it behind; alone, it costs what does not fit between the two uses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from backhaul.records import TensorRecord
+from backhaul.scheduler.cost import CostModel
+
+__all__ = ["ALL_WAYS", "Option", "Way", "options_of", "slot_bytes"]
+
+SLOT_ALIGNMENT_BYTES = 4096
+
+Way = Literal["keep", "pack", "move", "pack and move", "recompute"]
+"""What happens to a tensor, before it is decided when."""
+
+ALL_WAYS: frozenset[Way] = frozenset(("keep", "pack", "move", "pack and move", "recompute"))
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to treat a tensor.
+
+    Attributes:
+        way: The way.
+        held_bytes: What it holds on the device between the last forward use and the next.
+        compute_s: Packing, unpacking and recomputing.
+        d2h_s: Time of the copy out.
+        h2d_s: Time of the copy back.
+        exposed_s: The part of both copies that exceeds the compute between the two uses.
+        host_bytes: What it takes in the host tier.
+    """
+
+    way: Way
+    held_bytes: int
+    compute_s: float = 0.0
+    d2h_s: float = 0.0
+    h2d_s: float = 0.0
+    exposed_s: float = 0.0
+    host_bytes: int = 0
+
+
+def options_of(
+    cost: CostModel, tensor: TensorRecord, allowed: frozenset[Way] = ALL_WAYS
+) -> tuple[Option, ...]:
+    """List the ways to treat a tensor; to keep it comes first.
+
+    Args:
+        cost: The costs of its step.
+        tensor: A saved tensor or a checkpoint.
+        allowed: The ways to consider.
+    """
+    name = tensor.name
+    found = [Option("keep", cost.nbytes[name])]
+    if not tensor.is_movable:
+        return tuple(found)
+    codec = tensor.codecs[0] if tensor.codecs else None
+    if codec is not None:
+        found.append(Option("pack", cost.rounded(codec.packed_bytes), cost.codec_s(codec)))
+    if tensor.recipe is not None:
+        state_bytes = cost.rounded(tensor.recipe.state_bytes)
+        found.append(Option("recompute", state_bytes, cost.recipe_s[name]))
+    found.append(_moved("move", cost, tensor, tensor.nbytes, 0.0))
+    if codec is not None:
+        packing_s = cost.codec_s(codec)
+        found.append(_moved("pack and move", cost, tensor, codec.packed_bytes, packing_s))
+    return tuple(option for option in found if option.way in allowed or option.way == "keep")
+
+
+def slot_bytes(nbytes: int) -> int:
+    """Return what a tensor of this size takes in the host arena."""
+    return -(-nbytes // SLOT_ALIGNMENT_BYTES) * SLOT_ALIGNMENT_BYTES
+
+
+def _moved(
+    way: Way, cost: CostModel, tensor: TensorRecord, nbytes: int, compute_s: float
+) -> Option:
+    d2h_s, h2d_s = cost.copy_s(nbytes, "d2h"), cost.copy_s(nbytes, "h2d")
+    gap_s = cost.gap_s(tensor.last_forward_use, tensor.first_backward_use)
+    return Option(
+        way,
+        0,
+        compute_s,
+        d2h_s,
+        h2d_s,
+        exposed_s=max(0.0, d2h_s + h2d_s - gap_s),
+        host_bytes=slot_bytes(nbytes),
+    )
