@@ -23,6 +23,7 @@ from backhaul.records import (
     Recipe,
     TensorRecord,
 )
+from backhaul.scheduler.schedule import Layout
 
 __all__ = ["CostModel", "Direction"]
 
@@ -34,15 +35,14 @@ class CostModel:
 
     Attributes:
         duration_s: Time of each op.
+        starts_s: When each op starts if nothing but ops runs, and when the last ends.
         workspace_bytes: What each op holds beyond its inputs and outputs.
         forward_count: How many of the ops are forward.
         caller_bytes: What the caller holds all along.
         host_capacity_bytes: Most bytes that the host tier can hold.
+        layout: When what is planned is needed.
         planned: Saved tensors and checkpoints by name, in order of birth.
-        ready: Position of the node that each of them is named after.
         nbytes: Size of each of them as the allocator rounds it.
-        born_bytes: What is allocated at each op, and the saved part of it.
-        dead_bytes: What is freed after each op if everything is kept, likewise.
         recipe_s: Time of each recipe, by the tensor that it makes.
         recipe_peak_bytes: Most that each recipe holds at once, the tensor itself included.
 
@@ -66,16 +66,15 @@ class CostModel:
                 f"this graph, the first is {missing[0]}; measure the graph on this machine first"
             )
         self.duration_s = tuple(self.key_s(op.cost_key) for op in graph.ops)
-        self._starts_s = (0.0, *accumulate(self.duration_s))
+        self.starts_s = (0.0, *accumulate(self.duration_s))
         self.workspace_bytes = tuple(self.key_workspace_bytes(op.cost_key) for op in graph.ops)
         self.forward_count = graph.forward_count
         self.caller_bytes = sum(
             self.rounded(tensor.nbytes) for tensor in graph.tensors if tensor.role == "input"
         )
         own = [tensor for tensor in graph.tensors if tensor.role != "input"]
-        position_by_op = {op.name: position for position, op in enumerate(graph.ops)}
-        self.planned = {tensor.name: tensor for tensor in graph.planned}
-        self.ready = {name: position_by_op.get(name, -1) for name in self.planned}
+        self.layout = Layout.of(graph)
+        self.planned = self.layout.planned
         self.nbytes = {name: self.rounded(tensor.nbytes) for name, tensor in self.planned.items()}
         recipes = {name: t.recipe for name, t in self.planned.items() if t.recipe is not None}
         self.recipe_s = {
@@ -83,10 +82,8 @@ class CostModel:
             for name, recipe in recipes.items()
         }
         self.recipe_peak_bytes = {name: self._peak(recipe) for name, recipe in recipes.items()}
-        self.born_bytes = self._by_position(graph, ((tensor.born, tensor) for tensor in own))
-        self.dead_bytes = self._by_position(graph, ((tensor.dies, tensor) for tensor in own))
-        self._born_array = np.array(self.born_bytes, dtype=np.int64).reshape(-1, 2)
-        self._dead_array = np.array(self.dead_bytes, dtype=np.int64).reshape(-1, 2)
+        self._born_bytes = self._by_position(graph, ((tensor.born, tensor) for tensor in own))
+        self._dead_bytes = self._by_position(graph, ((tensor.dies, tensor) for tensor in own))
 
     def keep_changes(self, *, saved_only: bool) -> NDArray[np.int64]:
         """Return how many bytes more are live at each op than before it, if all is kept.
@@ -96,9 +93,17 @@ class CostModel:
         """
         column = int(saved_only)
         changes = np.zeros(len(self.duration_s) + 2, dtype=np.int64)
-        changes[:-2] = self._born_array[:, column]
-        changes[1:-1] -= self._dead_array[:, column]
+        changes[:-2] = self._born_bytes[:, column]
+        changes[1:-1] -= self._dead_bytes[:, column]
         return changes
+
+    def born_and_dead(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return what is allocated at each op, and freed after it, if everything is kept.
+
+        Returns:
+            Two arrays of shape `[ops, 2]`: bytes, and those of saved activations.
+        """
+        return self._born_bytes.copy(), self._dead_bytes.copy()
 
     def workspace_array(self) -> NDArray[np.int64]:
         """Return what each op holds beyond its inputs and outputs."""
@@ -113,15 +118,14 @@ class CostModel:
 
     def _by_position(
         self, graph: GraphRecord, tensors: Iterable[tuple[int, TensorRecord]]
-    ) -> tuple[tuple[int, int], ...]:
+    ) -> NDArray[np.int64]:
         """Sum bytes, and those of saved tensors among them, by position in the graph."""
-        sums = [[0, 0] for _ in graph.ops]
+        sums = np.zeros((len(graph.ops), 2), dtype=np.int64)
         for position, tensor in tensors:
             if 0 <= position < len(sums):
                 nbytes = self.rounded(tensor.nbytes)
-                sums[position][0] += nbytes
-                sums[position][1] += nbytes if tensor.role == "saved" else 0
-        return tuple((total, saved) for total, saved in sums)
+                sums[position] += (nbytes, nbytes if tensor.role == "saved" else 0)
+        return sums
 
     def key_s(self, key: str) -> float:
         """Return the time of the op with this key; an empty key is free."""
@@ -133,7 +137,7 @@ class CostModel:
 
     def gap_s(self, idle: int, use: int) -> float:
         """Return the compute time of the ops between two positions."""
-        return max(0.0, self._starts_s[max(use, idle + 1)] - self._starts_s[idle + 1])
+        return max(0.0, self.starts_s[max(use, idle + 1)] - self.starts_s[idle + 1])
 
     def codec_s(self, codec: CodecRecord) -> float:
         """Return the time of packing and unpacking once."""

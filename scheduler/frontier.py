@@ -38,7 +38,7 @@ _SLACKS = (0.0, 0.04, 0.12)
 _CHARGES = ((0.0, 1.0), (0.2, 1.0), (1.0, 1.0), (NEVER, 1.0), (0.0, NEVER))
 """Seconds charged for each second of copying, and of recomputing."""
 
-_SEARCH_EVENTS = 400_000
+_SEARCH_EVENTS = 150_000
 """Ops simulated, at most, while a small graph is searched one tensor at a time."""
 
 
@@ -88,12 +88,12 @@ class Frontier:
             for copy_charge, recompute_charge in _CHARGES
         ]
         self._found += self._tightest()
-        self.floor = min(self._found, key=lambda found: (found.used_bytes, found.rank))
-        self._levels = self._spread(self.floor.used_bytes, self.keep.used_bytes, _LEVEL_COUNT)
-        for level in self._levels:
+        self._floor_bytes = min(found.used_bytes for found in self._found)
+        for level in self._spread(self._floor_bytes, self.keep.used_bytes, _LEVEL_COUNT):
             self._found += self._at(level)
         self._search()
         self.candidates = _unbeaten(self._found)
+        self.floor = self.candidates[0]
 
     def fastest(self, nbytes: int) -> Candidate | None:
         """Return the fastest plan that uses at most so many bytes, or None if none does."""
@@ -143,7 +143,7 @@ class Frontier:
     def _at(self, nbytes: int) -> list[Candidate]:
         """Judge what each path offers for a budget of so many bytes."""
         limit = nbytes if self._saved_only else nbytes - self._cost.caller_bytes
-        span = self.keep.used_bytes - self.floor.used_bytes
+        span = self.keep.used_bytes - self._floor_bytes
         found = []
         for path in self._paths:
             for slack in _SLACKS if path.moves else _SLACKS[:1]:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from backhaul.records import Action, Compress, Keep, Offload, Recompute
 from backhaul.scheduler.cost import CostModel
-from backhaul.scheduler.schedule import Life, codec_of, lives, offload_after
+from backhaul.scheduler.schedule import Life, codec_of, offload_after
 from backhaul.scheduler.ways import Way
 
 __all__ = ["Limit", "memory_by_position", "place", "sketched"]
@@ -52,7 +52,7 @@ def place(cost: CostModel, ways: Mapping[str, Way], limit: Limit) -> dict[str, A
         limit: The memory to stay within.
     """
     actions = sketched(cost, ways)
-    life_by_tensor = lives(cost.planned, actions)
+    life_by_tensor = cost.layout.lives_under(actions)
     moves = {
         name: _Move.of(name, life_by_tensor[name], action, cost)
         for name, action in actions.items()
@@ -95,7 +95,7 @@ def sketched(cost: CostModel, ways: Mapping[str, Way]) -> dict[str, Action]:
                 actions[name] = Recompute()
             case _:
                 assert_never(way)
-    life_by_tensor = lives(cost.planned, actions)
+    life_by_tensor = cost.layout.lives_under(actions)
     for name, action in actions.items():
         if isinstance(action, Offload):
             actions[name] = replace(action, reload_before=max(life_by_tensor[name].use, 0))
@@ -119,7 +119,7 @@ class _Move:
         tensor = cost.planned[name]
         nbytes = tensor.nbytes if action.codec is None else action.codec.packed_bytes
         return _Move(
-            start_after=offload_after(tensor, cost.ready[name], action),
+            start_after=offload_after(tensor, cost.layout.ready[name], action),
             idle_after=tensor.last_forward_use,
             use=life.use,
             nbytes=nbytes,

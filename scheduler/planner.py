@@ -30,7 +30,7 @@ from backhaul.records import (
 from backhaul.scheduler.cost import CostModel
 from backhaul.scheduler.frontier import Candidate, Frontier, Kind
 from backhaul.scheduler.placement import Limit, place
-from backhaul.scheduler.schedule import Life, lives
+from backhaul.scheduler.schedule import Life
 from backhaul.scheduler.simulator import predict
 from backhaul.scheduler.ways import ALL_WAYS, Option, Way, options_of, slot_bytes
 
@@ -165,7 +165,7 @@ def plan_of_actions(
         summary: The answer in a sentence.
     """
     cost = CostModel(graph, machine)
-    life_by_tensor = lives(cost.planned, actions)
+    life_by_tensor = cost.layout.lives_under(actions)
     decisions = tuple(
         Decision(
             tensor=name,

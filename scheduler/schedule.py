@@ -14,8 +14,9 @@ and stay at least until then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Literal, NamedTuple, assert_never
 
 from backhaul.records import (
@@ -29,7 +30,16 @@ from backhaul.records import (
     TensorRecord,
 )
 
-__all__ = ["Event", "EventKind", "Life", "Schedule", "codec_of", "events", "lives", "offload_after"]
+__all__ = [
+    "Event",
+    "EventKind",
+    "Layout",
+    "Life",
+    "Schedule",
+    "codec_of",
+    "events",
+    "offload_after",
+]
 
 EventKind = Literal[
     "run", "pack", "offload", "offload_wait", "reload", "reload_wait", "unpack", "recompute"
@@ -66,43 +76,75 @@ class Life(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
-    """What happens beside the ops.
+class Layout:
+    """What schedules of one graph have in common.
 
     Attributes:
-        before: What happens before each op, in order.
-        after: What happens after each op, in order.
-        lives: When the backward needs each saved tensor and checkpoint.
+        planned: Saved tensors and checkpoints by name, in order of birth.
+        ready: Position of the node that each is named after.
+        lives: When the backward needs each, if everything is kept.
     """
 
-    before: Mapping[int, list[Happening]]
-    after: Mapping[int, list[Happening]]
+    planned: Mapping[str, TensorRecord]
+    ready: Mapping[str, int]
     lives: Mapping[str, Life]
+    _order: Mapping[str, int]
 
     @staticmethod
-    def of(
-        planned: Mapping[str, TensorRecord],
-        ready: Mapping[str, int],
-        action_by_tensor: Mapping[str, Action],
-    ) -> Schedule:
+    def of(graph: GraphRecord) -> Layout:
+        """Read a graph."""
+        position_by_op = {op.name: position for position, op in enumerate(graph.ops)}
+        planned = {tensor.name: tensor for tensor in graph.planned}
+        return Layout(
+            planned,
+            {name: position_by_op.get(name, -1) for name in planned},
+            {name: Life(t.first_backward_use, t.dies) for name, t in planned.items()},
+            {name: index for index, name in enumerate(planned)},
+        )
+
+    def in_order(self, names: Iterable[str]) -> list[str]:
+        """Sort by birth."""
+        return sorted(names, key=self._order.__getitem__)
+
+    def lives_under(self, action_by_tensor: Mapping[str, Action]) -> dict[str, Life]:
+        """Say when the backward needs each tensor, what is recomputed from it included.
+
+        Args:
+            action_by_tensor: Action of each tensor; one that is absent is kept.
+        """
+        found = dict(self.lives)
+        recomputed = [n for n, a in action_by_tensor.items() if isinstance(a, Recompute)]
+        # A source is born before what is made from it, so that its own use is known by then.
+        for name in reversed(self.in_order(recomputed)):
+            use, recipe = found[name].use, self.planned[name].recipe
+            if use < 0:
+                continue
+            assert recipe is not None, f"{name} is recomputed without a recipe"
+            for source in recipe.sources:
+                own_use, dies = found[source]
+                found[source] = Life(
+                    use if own_use < 0 else min(own_use, use), dies if dies > use else use
+                )
+        return found
+
+    def schedule(self, action_by_tensor: Mapping[str, Action]) -> Schedule:
         """Lay out one step.
 
         Args:
-            planned: Saved tensors and checkpoints by name, in order of birth.
-            ready: Position of the node that each is named after.
-            action_by_tensor: Their actions; one that is absent is kept.
+            action_by_tensor: Action of each tensor; one that is absent is kept.
         """
-        life_by_tensor = lives(planned, action_by_tensor)
+        life_by_tensor = self.lives_under(action_by_tensor)
         before: dict[int, list[Happening]] = {}
         after: dict[int, list[Happening]] = {}
         waits: dict[int, list[Happening]] = {}
         reloads: list[tuple[int, int, str]] = []
-        for name, tensor in planned.items():
-            action = action_by_tensor.get(name)
-            if action is None or isinstance(action, Keep):
-                continue
-            use = life_by_tensor[name].use
-            if use < 0:
+        for name in self.in_order(action_by_tensor):
+            action, tensor, use = (
+                action_by_tensor[name],
+                self.planned[name],
+                life_by_tensor[name].use,
+            )
+            if use < 0 or isinstance(action, Keep):
                 continue
             here = before.setdefault(use, [])
             match action:
@@ -110,7 +152,8 @@ class Schedule:
                     after.setdefault(tensor.last_forward_use, []).append(("pack", name))
                     here.append(("unpack", name))
                 case Offload():
-                    out = after.setdefault(offload_after(tensor, ready[name], action), [])
+                    start = offload_after(tensor, self.ready[name], action)
+                    out = after.setdefault(start, [])
                     if action.codec is not None:
                         out.append(("pack", name))
                     out.append(("offload", name))
@@ -126,36 +169,27 @@ class Schedule:
         for position, happenings in waits.items():
             after.setdefault(position, []).extend(happenings)
         starts: dict[int, list[Happening]] = {}
-        for position, _, name in sorted(reloads, key=lambda reload: reload[:2]):
+        # Soonest needed first; of those that are needed at once, in order of birth.
+        for position, _, name in sorted(reloads, key=itemgetter(0, 1)):
             starts.setdefault(position, []).append(("reload", name))
         for position, happenings in starts.items():
             before[position] = happenings + before.get(position, [])
         return Schedule(before, after, life_by_tensor)
 
 
-def lives(
-    planned: Mapping[str, TensorRecord], action_by_tensor: Mapping[str, Action]
-) -> dict[str, Life]:
-    """Say when the backward needs each tensor.
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What happens beside the ops of one step.
 
-    Args:
-        planned: Saved tensors and checkpoints by name, in order of birth.
-        action_by_tensor: Their actions; one that is absent is kept.
+    Attributes:
+        before: What happens before each op, in order.
+        after: What happens after each op, in order.
+        lives: When the backward needs each saved tensor and checkpoint.
     """
-    found: dict[str, Life] = {}
-    wanted: dict[str, Life] = {}
-    for name in reversed(tuple(planned)):
-        tensor = planned[name]
-        life = Life(tensor.first_backward_use, tensor.dies)
-        if name in wanted:
-            life = _joined(life, wanted[name])
-        found[name] = life
-        if life.use >= 0 and isinstance(action_by_tensor.get(name), Recompute):
-            assert tensor.recipe is not None, f"{name} is recomputed without a recipe"
-            for source in tensor.recipe.sources:
-                read = Life(life.use, life.use)
-                wanted[source] = _joined(wanted[source], read) if source in wanted else read
-    return found
+
+    before: Mapping[int, list[Happening]]
+    after: Mapping[int, list[Happening]]
+    lives: Mapping[str, Life]
 
 
 def codec_of(action: Action) -> CodecRecord | None:
@@ -181,18 +215,10 @@ def events(graph: GraphRecord, action_by_tensor: Mapping[str, Action]) -> Iterat
         graph: The step.
         action_by_tensor: Action of each saved tensor and checkpoint; one that is absent is kept.
     """
-    position_by_op = {op.name: position for position, op in enumerate(graph.ops)}
-    planned = {tensor.name: tensor for tensor in graph.planned}
-    ready = {name: position_by_op.get(name, -1) for name in planned}
-    schedule = Schedule.of(planned, ready, action_by_tensor)
+    schedule = Layout.of(graph).schedule(action_by_tensor)
     for position in range(len(graph.ops)):
         for kind, name in schedule.before.get(position, ()):
             yield Event(kind, position, name)
         yield Event("run", position)
         for kind, name in schedule.after.get(position, ()):
             yield Event(kind, position, name)
-
-
-def _joined(one: Life, other: Life) -> Life:
-    use = other.use if one.use < 0 else one.use if other.use < 0 else min(one.use, other.use)
-    return Life(use, max(one.dies, other.dies))

@@ -21,7 +21,6 @@ from backhaul.runtime.adversary import AdversaryLink
 from backhaul.scheduler.cost import CostModel
 from backhaul.scheduler.placement import sketched
 from backhaul.scheduler.planner import plan_of_actions
-from backhaul.scheduler.schedule import lives
 from backhaul.scheduler.ways import Way, options_of
 
 
@@ -43,7 +42,7 @@ class RandomPlanner:
                 if "pack" in ways[source] and not cost.planned[source].codecs[0].is_exact:
                     ways[source] = "move"
         actions = sketched(cost, ways)
-        for name, life in lives(cost.planned, actions).items():
+        for name, life in cost.layout.lives_under(actions).items():
             action = actions.get(name)
             if isinstance(action, Offload) and life.use >= 0:
                 idle = cost.planned[name].last_forward_use
@@ -209,7 +208,7 @@ def assert_bit_equal(
 
 
 def optimized(model: nn.Module, sample: Any, name: str = "offload_all", **options: Any) -> Any:
-    """Optimize by a plan of `PLANS`, on the least that `frontier` can do with if half is too little."""
+    """Optimize by a plan of `PLANS`; `frontier` gets the least it can do with if that is more."""
     options = {"link": AdversaryLink(ORDERS[name], seed=1), **PLANS[name], **options}
     try:
         return backhaul.optimize(model, sample, **options)
