@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from typing import Any
@@ -24,6 +25,8 @@ from backhaul.records import (
     OpCost,
     OpRecord,
     Plan,
+    Recipe,
+    Recompute,
     TensorRecord,
 )
 from backhaul.scheduler.planner import PLANNERS, frontier
@@ -49,12 +52,19 @@ def cases(draw: Any) -> Case:
                     tensor(f"f{i}", i, draw(st.integers(use, end - 1)), nbytes=nbytes),
                     last_forward_use=last,
                     first_backward_use=use,
-                    codecs=(codec(),) if nbytes > CODEC_BYTES and draw(st.booleans()) else (),
+                    codecs=(codec(is_exact=draw(st.booleans())),)
+                    if nbytes > CODEC_BYTES and draw(st.booleans())
+                    else (),
                     pinned_because="pinned" if draw(st.integers(0, 4)) == 0 else "",
                 )
             )
         else:
-            tensors.append(tensor(f"f{i}", i, last, role="temporary", nbytes=nbytes))
+            role = draw(st.sampled_from(["temporary", "checkpoint"]))
+            made = tensor(f"f{i}", i, last, role=role, nbytes=nbytes)
+            tensors.append(dataclasses.replace(made, last_forward_use=last))
+    for index, each in enumerate(tensors):
+        if each.role in ("saved", "checkpoint") and not each.pinned_because and draw(st.booleans()):
+            tensors[index] = dataclasses.replace(each, recipe=draw(recipes(each, tensors[:index])))
     tensors.append(tensor("g", count, end, role="gradient", nbytes=draw(st.integers(0, 300))))
     names = [f"f{i}" for i in range(count)] + [f"b{i}" for i in range(count)]
     graph = GraphRecord(
@@ -95,6 +105,20 @@ def cases(draw: Any) -> Case:
     return graph, machine
 
 
+@st.composite
+def recipes(draw: Any, each: TensorRecord, earlier: list[TensorRecord]) -> Recipe:
+    """Draw how a tensor is made again, from some of those that were made before it."""
+    sources = [t.name for t in earlier if t.role in ("saved", "checkpoint") and draw(st.booleans())]
+    first = draw(st.integers(0, each.born))
+    ops = tuple(range(first, each.born + 1))
+    made = [(each.nbytes, len(ops) - 1, len(ops) - 1)]
+    if len(ops) > 1 and draw(st.booleans()):
+        made.append((draw(st.integers(0, 90)), 0, draw(st.integers(0, len(ops) - 1))))
+    return Recipe(
+        ops=ops, sources=tuple(sources), made=tuple(made), state_bytes=draw(st.sampled_from([0, 3]))
+    )
+
+
 def tensor(name: str, born: int, dies: int, *, role: Any = "saved", nbytes: int) -> TensorRecord:
     return TensorRecord(
         name=name,
@@ -113,8 +137,9 @@ def tensor(name: str, born: int, dies: int, *, role: Any = "saved", nbytes: int)
     )
 
 
-def codec() -> CodecRecord:
+def codec(*, is_exact: bool) -> CodecRecord:
     return CodecRecord(
+        is_exact=is_exact,
         name="bits",
         arguments=(),
         packed_bytes=CODEC_BYTES,
@@ -134,7 +159,19 @@ class Oracle:
         for each in graph.tensors:
             if each.role == "input":
                 self.hold(each.name, "whole", each.nbytes)
-        for event in events(graph, actions):
+        happening = list(events(graph, actions))
+        recomputed = {e.tensor: e.position for e in happening if e.kind == "recompute"}
+        # What a recipe reads lives at least until then.
+        self.dies = {each.name: each.dies for each in graph.tensors}
+        self.is_saved = {each.name for each in graph.tensors if each.role == "saved"}
+        for name, position in recomputed.items():
+            for source in self.recipe(name).sources:
+                self.dies[source] = max(self.dies[source], position)
+                self.is_saved.add(source)
+                if source in recomputed:
+                    assert recomputed[source] <= position
+        self.recomputed = recomputed
+        for event in happening:
             getattr(self, event.kind)(event.position, event.tensor)
 
     def hold(self, name: str, form: str, nbytes: int) -> None:
@@ -145,8 +182,7 @@ class Oracle:
         del self.live[name, form]
 
     def note(self, workspace: int = 0) -> None:
-        roles = {each.name: each.role for each in self.graph.tensors}
-        saved = sum(n for (name, _), n in self.live.items() if roles[name] == "saved")
+        saved = sum(n for (name, _), n in self.live.items() if name in self.is_saved)
         self.peak = max(self.peak, sum(self.live.values()) + workspace)
         self.saved_peak = max(self.saved_peak, saved)
 
@@ -159,10 +195,38 @@ class Oracle:
         for each in self.graph.tensors:
             if each.born == position and each.role != "input":
                 self.hold(each.name, "whole", each.nbytes)
+                if each.name in self.recomputed:
+                    self.hold(each.name, "state", self.recipe(each.name).state_bytes)
         self.note(self.workspace[self.graph.ops[position].cost_key])
         for each in self.graph.tensors:
-            if each.dies == position and each.role != "input":
+            if self.dies[each.name] == position and each.role != "input":
                 self.drop(each.name, "whole")
+            if each.name in self.recomputed and each.last_forward_use == position:
+                self.drop(each.name, "whole")
+
+    def recipe(self, name: str) -> Recipe:
+        recipe = next(each.recipe for each in self.graph.tensors if each.name == name)
+        assert recipe is not None
+        return recipe
+
+    def recompute(self, _: int, name: str) -> None:
+        recipe, unit = self.recipe(name), self.machine.alignment_bytes
+        for source in recipe.sources:
+            assert (source, "whole") in self.live
+            action = self.actions.get(source, Keep())
+            if not isinstance(action, (Keep, Recompute)) and action.codec is not None:
+                assert action.codec.is_exact
+        found = next(each for each in self.graph.tensors if each.name == name)
+        self.hold(name, "whole", found.nbytes)
+        for index, position in enumerate(recipe.ops):
+            busy = self.workspace[self.graph.ops[position].cost_key]
+            for nbytes, first, last in recipe.made[1:]:
+                if first <= index <= last:
+                    busy += -(-nbytes // unit) * unit
+            if index < len(recipe.ops) - 1:
+                busy -= self.live[name, "whole"]
+            self.note(busy)
+        self.drop(name, "state")
 
     def pack(self, _: int, name: str) -> None:
         self.hold(name, "packed", CODEC_BYTES)
@@ -196,8 +260,9 @@ def checked(plan: Plan) -> Plan:
     oracle = Oracle(plan.graph, plan.machine, actions)
     assert plan.predicted.peak_bytes == oracle.peak
     assert plan.predicted.saved_peak_bytes == oracle.saved_peak
-    for each in plan.graph.saved:
-        legal(plan.graph, each, actions[each.name])
+    for each in plan.graph.planned:
+        if each.name in actions:
+            legal(plan.graph, each, actions[each.name])
     spans = sorted((slot.offset_bytes, slot.nbytes) for slot in plan.slots)
     for (start, nbytes), (following, _) in itertools.pairwise(spans):
         assert start + nbytes <= following
@@ -212,13 +277,22 @@ def legal(graph: GraphRecord, each: TensorRecord, action: Action) -> None:
         assert isinstance(action, Keep)
     if isinstance(action, Compress):
         assert action.codec in each.codecs
+    if isinstance(action, Recompute):
+        assert each.recipe is not None
     if isinstance(action, Offload):
         assert action.codec is None or action.codec in each.codecs
         assert each.last_forward_use <= action.wait_after < graph.forward_count
-        assert graph.forward_count <= action.reload_before <= each.first_backward_use
+        assert graph.forward_count <= action.reload_before
+        if each.first_backward_use >= 0:
+            assert action.reload_before <= each.first_backward_use
 
 
-@pytest.mark.parametrize("name", ["keep_all", "compress_all", "offload_all"])
+def used_bytes(plan: Plan, kind: str) -> int:
+    cost = plan.predicted
+    return cost.peak_bytes if kind == "memory" else cost.saved_peak_bytes
+
+
+@pytest.mark.parametrize("name", ["keep_all", "compress_all", "offload_all", "recompute_all"])
 @settings(max_examples=60, deadline=None)
 @given(case=cases())
 def test_the_ends_of_the_scale_are_legal(name: str, case: Case) -> None:
@@ -231,11 +305,7 @@ def test_the_ends_of_the_scale_are_legal(name: str, case: Case) -> None:
 def test_a_plan_keeps_to_its_budget_or_says_the_smallest(
     kind: Any, case: Case, share: float
 ) -> None:
-    def used(plan: Plan) -> int:
-        cost = plan.predicted
-        return cost.peak_bytes if kind == "memory" else cost.saved_peak_bytes
-
-    whole = used(PLANNERS["keep_all"](*case, Budget(kind=kind, value=0)))
+    whole = used_bytes(PLANNERS["keep_all"](*case, Budget(kind=kind, value=0)), kind)
     nbytes = int(whole * share)
     try:
         plan = frontier(*case, Budget(kind=kind, value=nbytes))
@@ -245,10 +315,26 @@ def test_a_plan_keeps_to_its_budget_or_says_the_smallest(
         plan = frontier(*case, Budget(kind=kind, value=nbytes))
         with pytest.raises(BudgetError):
             frontier(*case, Budget(kind=kind, value=nbytes - 1))
-    assert used(checked(plan)) <= nbytes
+    assert used_bytes(checked(plan), kind) <= nbytes
     assert plan == frontier(*case, Budget(kind=kind, value=nbytes))
     if nbytes >= whole:
         assert all(isinstance(each.action, Keep) for each in plan.decisions)
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=cases(), shares=st.lists(st.floats(0.0, 1.1), min_size=4, max_size=4))
+def test_more_budget_never_costs_time_and_less_never_raises_the_peak(
+    case: Case, shares: list[float]
+) -> None:
+    for kind in ("memory", "activations"):
+        whole = used_bytes(PLANNERS["keep_all"](*case, Budget(kind="memory", value=0)), kind)
+        plans = []
+        for share in sorted(shares):
+            with contextlib.suppress(BudgetError):
+                plans.append(frontier(*case, Budget(kind=kind, value=int(whole * share))))
+        for less, more in itertools.pairwise(plans):
+            assert less.predicted.step_s >= more.predicted.step_s
+            assert used_bytes(less, kind) <= used_bytes(more, kind)
 
 
 @settings(max_examples=60, deadline=None)
