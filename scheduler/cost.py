@@ -7,12 +7,9 @@ the allocator does, and interpolates copy times between the sizes that were meas
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Literal
-
-import numpy as np
-from numpy.typing import NDArray
 
 from backhaul.errors import PlanError
 from backhaul.records import (
@@ -21,9 +18,9 @@ from backhaul.records import (
     LinkProfile,
     MachineProfile,
     Recipe,
-    TensorRecord,
 )
 from backhaul.scheduler.schedule import Layout
+from backhaul.scheduler.spans import kept_spans
 
 __all__ = ["CostModel", "Direction"]
 
@@ -43,6 +40,7 @@ class CostModel:
         layout: When what is planned is needed.
         planned: Saved tensors and checkpoints by name, in order of birth.
         nbytes: Size of each of them as the allocator rounds it.
+        kept: What is held if everything is kept.
         recipe_s: Time of each recipe, by the tensor that it makes.
         recipe_peak_bytes: Most that each recipe holds at once, the tensor itself included.
 
@@ -72,7 +70,6 @@ class CostModel:
         self.caller_bytes = sum(
             self.rounded(tensor.nbytes) for tensor in graph.tensors if tensor.role == "input"
         )
-        own = [tensor for tensor in graph.tensors if tensor.role != "input"]
         self.layout = Layout.of(graph)
         self.planned = self.layout.planned
         self.nbytes = {name: self.rounded(tensor.nbytes) for name, tensor in self.planned.items()}
@@ -82,32 +79,10 @@ class CostModel:
             for name, recipe in recipes.items()
         }
         self.recipe_peak_bytes = {name: self._peak(recipe) for name, recipe in recipes.items()}
-        self._born_bytes = self._by_position(graph, ((tensor.born, tensor) for tensor in own))
-        self._dead_bytes = self._by_position(graph, ((tensor.dies, tensor) for tensor in own))
-
-    def keep_changes(self, *, saved_only: bool) -> NDArray[np.int64]:
-        """Return how many bytes more are live at each op than before it, if all is kept.
-
-        Args:
-            saved_only: Whether to count saved activations alone.
-        """
-        column = int(saved_only)
-        changes = np.zeros(len(self.duration_s) + 2, dtype=np.int64)
-        changes[:-2] = self._born_bytes[:, column]
-        changes[1:-1] -= self._dead_bytes[:, column]
-        return changes
-
-    def born_and_dead(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return what is allocated at each op, and freed after it, if everything is kept.
-
-        Returns:
-            Two arrays of shape `[ops, 2]`: bytes, and those of saved activations.
-        """
-        return self._born_bytes.copy(), self._dead_bytes.copy()
-
-    def workspace_array(self) -> NDArray[np.int64]:
-        """Return what each op holds beyond its inputs and outputs."""
-        return np.array(self.workspace_bytes, dtype=np.int64)
+        self.kept = kept_spans(
+            len(graph.ops),
+            ((t, self.rounded(t.nbytes)) for t in graph.tensors if t.role != "input"),
+        )
 
     def _peak(self, recipe: Recipe) -> int:
         live = [self.workspace_bytes[position] for position in recipe.ops]
@@ -115,17 +90,6 @@ class CostModel:
             for index in range(first, last + 1):
                 live[index] += self.rounded(nbytes)
         return max(live)
-
-    def _by_position(
-        self, graph: GraphRecord, tensors: Iterable[tuple[int, TensorRecord]]
-    ) -> NDArray[np.int64]:
-        """Sum bytes, and those of saved tensors among them, by position in the graph."""
-        sums = np.zeros((len(graph.ops), 2), dtype=np.int64)
-        for position, tensor in tensors:
-            if 0 <= position < len(sums):
-                nbytes = self.rounded(tensor.nbytes)
-                sums[position] += (nbytes, nbytes if tensor.role == "saved" else 0)
-        return sums
 
     def key_s(self, key: str) -> float:
         """Return the time of the op with this key; an empty key is free."""

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backhaul.scheduler.cost import CostModel
+from backhaul.scheduler.spans import LIVE, SAVED
 from backhaul.scheduler.ways import Option, Way
 
 __all__ = ["NEVER", "Path"]
@@ -28,6 +29,10 @@ _USELESS = 1e9
 
 NEVER = float("inf")
 """The charge of what a path does without."""
+
+
+_Former = tuple[int, int, int, int, bool]
+"""A tensor with the life that it had before it was read by one recipe more."""
 
 
 class Path:
@@ -108,6 +113,7 @@ class _Walker:
         ]
         self._idle = np.array([t.last_forward_use for t in self._tensors], dtype=np.int64)
         self._use = np.array([t.first_backward_use for t in self._tensors], dtype=np.int64)
+        self._until = [t.first_backward_use for t in self._tensors]
         self._dies = [t.dies for t in self._tensors]
         self._held = np.array(self._nbytes, dtype=np.int64)
         self._paid_s = np.zeros(len(self._tensors))
@@ -140,8 +146,11 @@ class _Walker:
         count = len(cost.duration_s)
         self._free_d2h_s = sum(cost.duration_s[: cost.forward_count])
         self._free_h2d_s = sum(cost.duration_s[cost.forward_count :])
-        self._live = np.cumsum(cost.keep_changes(saved_only=saved_only))[:count]
-        self._workspace = np.zeros(count, dtype=np.int64) if saved_only else cost.workspace_array()
+        during, _ = cost.kept.levels()
+        self._live = during[:-1, SAVED if saved_only else LIVE].copy()
+        self._workspace = np.zeros(count, dtype=np.int64)
+        if not saved_only:
+            self._workspace += cost.workspace_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -153,7 +162,8 @@ class _Walker:
         memory = self._live + self._workspace
         position = int(memory.argmax())
         owner = self._offer_tensor
-        is_held = self._is_open & (self._idle[owner] < position) & (self._use[owner] > position)
+        last = position - 1 if self._saved_only else position
+        is_held = self._is_open & (self._idle[owner] < position) & (self._use[owner] > last)
         is_held &= self._offer_host <= self._free_host_bytes
         numbers = np.flatnonzero(is_held)
         gain = self._held[owner[numbers]] - self._offer_held[numbers]
@@ -210,7 +220,7 @@ class _Walker:
         """Change the way of one tensor; returns how to take it back but for the memory."""
         i, option = self._offers[number]
         former = self._option[i], int(self._held[i]), float(self._paid_s[i])
-        lives: list[tuple[int, int, int, bool]] = []
+        lives: list[_Former] = []
         closed: list[int] = []
         free = self._free_d2h_s, self._free_h2d_s, self._free_host_bytes
 
@@ -234,30 +244,30 @@ class _Walker:
             self._free_d2h_s, self._free_h2d_s, self._free_host_bytes = free
             for other in closed:
                 self._is_open[other] = True
-            for source, use, dies, was_read in reversed(lives):
-                self._use[source], self._dies[source] = use, dies
+            for source, use, until, dies, was_read in reversed(lives):
+                self._use[source], self._until[source] = use, until
+                self._dies[source] = dies
                 self._is_read[source] = was_read
 
         return undo
 
-    def _read_sources(
-        self, i: int, lives: list[tuple[int, int, int, bool]], closed: list[int]
-    ) -> None:
+    def _read_sources(self, i: int, lives: list[_Former], closed: list[int]) -> None:
         """Let the sources of a recomputed tensor be there when it is needed, and theirs."""
         position = int(self._use[i])
         for source in self._sources[i]:
-            use, dies = int(self._use[source]), self._dies[source]
-            lives.append((source, use, dies, self._is_read[source]))
+            use, until, dies = int(self._use[source]), self._until[source], self._dies[source]
+            lives.append((source, use, until, dies, self._is_read[source]))
             if not self._is_read[source]:
                 self._is_read[source] = True
                 for other in self._offers_of.get(source, ()):
                     if self._is_open[other] and self._inexact[other]:
                         self._is_open[other] = False
                         closed.append(other)
-            if use >= 0 and use <= position <= dies:
+            if 0 <= use <= position <= until:
                 continue
             self._occupy(source, -1)
             self._use[source] = position if use < 0 else min(use, position)
+            self._until[source] = max(until, position)
             self._dies[source] = max(dies, position)
             self._occupy(source, 1)
             if self._option[source].way == "recompute":
@@ -266,19 +276,26 @@ class _Walker:
     def _occupy(self, i: int, sign: int) -> None:
         """Add what a tensor takes to the memory over time, or take it away."""
         tensor, whole, option = self._tensors[i], sign * self._nbytes[i], self._option[i]
-        use, dies, idle = int(self._use[i]), self._dies[i], tensor.last_forward_use
-        if self._saved_only and tensor.role != "saved" and use < 0:
-            return
-        live = self._live
-        if option.way == "keep" or use < 0:
+        idle, use, until, dies = (
+            tensor.last_forward_use,
+            int(self._use[i]),
+            self._until[i],
+            self._dies[i],
+        )
+        live, held = self._live, sign * option.held_bytes
+        if self._saved_only and option.way == "keep":
+            live[idle + 1 : until + 1] += whole
+        elif self._saved_only:
+            live[idle + 1 : use + 1] += held
+            live[use + 1 : until + 1] += whole
+        elif option.way == "keep" or use < 0:
             live[tensor.born : dies + 1] += whole
-            return
-        live[tensor.born : idle + 1] += whole
-        live[use : dies + 1] += whole
-        if option.held_bytes:
-            live[idle : use + 1] += sign * option.held_bytes
-        if option.way == "recompute" and sign > 0 and not self._saved_only:
-            self._workspace[use] = max(self._workspace[use], self._beyond[i])
+        else:
+            live[tensor.born : idle + 1] += whole
+            live[use : dies + 1] += whole
+            live[idle : use + 1] += held
+            if option.way == "recompute" and sign > 0:
+                self._workspace[use] = max(self._workspace[use], self._beyond[i])
 
     def _is_packed_inexactly(self, i: int) -> bool:
         return "pack" in self._option[i].way and not self._tensors[i].codecs[0].is_exact

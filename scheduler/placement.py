@@ -20,12 +20,14 @@ from typing import assert_never
 import numpy as np
 from numpy.typing import NDArray
 
-from backhaul.records import Action, Compress, Keep, Offload, Recompute
+from backhaul.records import Action, Compress, Offload, Recompute
 from backhaul.scheduler.cost import CostModel
-from backhaul.scheduler.schedule import Life, codec_of, offload_after
+from backhaul.scheduler.memory import Memory
+from backhaul.scheduler.schedule import Life, Schedule, codec_of, offload_after
+from backhaul.scheduler.spans import LIVE, SAVED
 from backhaul.scheduler.ways import Way
 
-__all__ = ["Limit", "memory_by_position", "place", "sketched"]
+__all__ = ["Limit", "place", "sketched"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,8 @@ def place(cost: CostModel, ways: Mapping[str, Way], limit: Limit) -> dict[str, A
         limit: The memory to stay within.
     """
     actions = sketched(cost, ways)
-    life_by_tensor = cost.layout.lives_under(actions)
+    schedule = cost.layout.schedule(actions)
+    life_by_tensor = schedule.lives
     moves = {
         name: _Move.of(name, life_by_tensor[name], action, cost)
         for name, action in actions.items()
@@ -60,7 +63,7 @@ def place(cost: CostModel, ways: Mapping[str, Way], limit: Limit) -> dict[str, A
     }
     if not moves:
         return actions
-    memory = memory_by_position(cost, actions, life_by_tensor, limit)
+    memory = _memory_by_position(cost, actions, schedule, limit)
     wait_after = _place_waits(cost, moves, memory, limit)
     reload_before = _place_reloads(
         cost, moves, memory, _starts_s(cost, actions, life_by_tensor), limit
@@ -129,60 +132,17 @@ class _Move:
         )
 
 
-def memory_by_position(
-    cost: CostModel, actions: Mapping[str, Action], life_by_tensor: Mapping[str, Life], limit: Limit
+def _memory_by_position(
+    cost: CostModel, actions: Mapping[str, Action], schedule: Schedule, limit: Limit
 ) -> NDArray[np.int64]:
-    """Return the bytes that are live during each op when every copy is instant.
-
-    Args:
-        cost: The costs of the step.
-        actions: Action of each saved tensor and checkpoint; positions of copies do not matter.
-        life_by_tensor: When the backward needs each of them.
-        limit: Says which tensors count.
-    """
-    count = len(cost.duration_s)
-    changes = cost.keep_changes(saved_only=limit.saved_only)
-    workspace = cost.workspace_array()
-
-    def occupy(first: int, last: int, nbytes: int) -> None:
-        changes[first] += nbytes
-        changes[min(last, count) + 1] -= nbytes
-
-    for name, tensor in cost.planned.items():
-        use, dies = life_by_tensor[name]
-        action = actions.get(name)
-        if use < 0 or (action is None and dies == tensor.dies):
-            continue
-        whole = cost.nbytes[name]
-        if tensor.role == "saved" or not limit.saved_only:
-            occupy(tensor.born, tensor.dies, -whole)
-        idle = tensor.last_forward_use
-        match action:
-            case None | Keep():
-                occupy(tensor.born, dies, whole)
-                continue
-            case Compress(codec=codec):
-                occupy(idle, use, cost.rounded(codec.packed_bytes))
-            case Offload(codec=codec):
-                packed = 0 if codec is None else cost.rounded(codec.packed_bytes)
-                occupy(idle, idle, packed)
-                occupy(use, use, packed)
-            case Recompute():
-                codec = None
-                assert tensor.recipe is not None
-                occupy(tensor.born, use, cost.rounded(tensor.recipe.state_bytes))
-                beyond = cost.recipe_peak_bytes[name] - whole
-                workspace[use] = max(workspace[use], beyond)
-            case _:
-                assert_never(action)
-        occupy(tensor.born, idle, whole)
-        occupy(use, dies, whole)
-        if codec is not None:
-            for position, key in ((idle, codec.encode_key), (use, codec.decode_key)):
-                needed = cost.key_workspace_bytes(key)
-                workspace[position] = max(workspace[position], needed)
-    live = np.cumsum(changes)[:count]
-    return live if limit.saved_only else live + workspace
+    """Return the bytes that are live at each op when every copy is instant."""
+    memory = Memory(cost, actions, schedule)
+    for position in sorted({*schedule.before, *schedule.after}):
+        for kind, name in schedule.before.get(position, ()):
+            memory.happen(kind, position, name)
+        for kind, name in schedule.after.get(position, ()):
+            memory.happen(kind, position + 1, name)
+    return memory.by_position()[:-1, SAVED if limit.saved_only else LIVE]
 
 
 def _starts_s(

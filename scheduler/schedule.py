@@ -68,10 +68,13 @@ class Life(NamedTuple):
 
     Attributes:
         use: Position before which it must be there, or -1 if the backward never needs it.
+        until: Position of the last op or recipe that it is held for; an op that reads it after
+            its first use finds it there anyway.
         dies: Position of its last reader.
     """
 
     use: int
+    until: int
     dies: int
 
 
@@ -98,7 +101,10 @@ class Layout:
         return Layout(
             planned,
             {name: position_by_op.get(name, -1) for name in planned},
-            {name: Life(t.first_backward_use, t.dies) for name, t in planned.items()},
+            {
+                name: Life(t.first_backward_use, t.first_backward_use, t.dies)
+                for name, t in planned.items()
+            },
             {name: index for index, name in enumerate(planned)},
         )
 
@@ -121,9 +127,11 @@ class Layout:
                 continue
             assert recipe is not None, f"{name} is recomputed without a recipe"
             for source in recipe.sources:
-                own_use, dies = found[source]
+                own = found[source]
                 found[source] = Life(
-                    use if own_use < 0 else min(own_use, use), dies if dies > use else use
+                    use if own.use < 0 else min(own.use, use),
+                    max(own.until, use),
+                    max(own.dies, use),
                 )
         return found
 

@@ -155,6 +155,8 @@ class Oracle:
         self.graph, self.machine, self.actions = graph, machine, actions
         self.workspace = {cost.key: cost.workspace_bytes for cost in machine.ops}
         self.live: dict[tuple[str, str], int] = {}
+        # What is packed counts in its packed form alone.
+        self.in_use = {name for name, each in actions.items() if getattr(each, "codec", None)}
         self.peak = self.saved_peak = 0
         for each in graph.tensors:
             if each.role == "input":
@@ -164,9 +166,11 @@ class Oracle:
         # What a recipe reads lives at least until then.
         self.dies = {each.name: each.dies for each in graph.tensors}
         self.is_saved = {each.name for each in graph.tensors if each.role == "saved"}
+        self.until = {each.name: each.first_backward_use for each in graph.tensors}
         for name, position in recomputed.items():
             for source in self.recipe(name).sources:
                 self.dies[source] = max(self.dies[source], position)
+                self.until[source] = max(self.until[source], position)
                 self.is_saved.add(source)
                 if source in recomputed:
                     assert recomputed[source] <= position
@@ -181,10 +185,22 @@ class Oracle:
     def drop(self, name: str, form: str) -> None:
         del self.live[name, form]
 
-    def note(self, workspace: int = 0) -> None:
-        saved = sum(n for (name, _), n in self.live.items() if name in self.is_saved)
+    def note(self, following: int, workspace: int = 0) -> None:
+        """Note what happens between an op and the following one."""
+        idle = {each.name: each.last_forward_use for each in self.graph.tensors}
+        saved = 0
+        for (name, form), nbytes in self.live.items():
+            # Whole, it is there for the backward alone once the forward is done with it, and
+            # until the backward begins to use it.
+            waits = idle[name] < following <= self.until[name] and name not in self.in_use
+            if name in self.is_saved and (form != "whole" or waits):
+                saved += nbytes
         self.peak = max(self.peak, sum(self.live.values()) + workspace)
         self.saved_peak = max(self.saved_peak, saved)
+
+    def arrive(self, at: int, name: str) -> None:
+        if self.until[name] == at:
+            self.in_use.add(name)
 
     def of(self, name: str) -> tuple[TensorRecord, CodecRecord | None, str]:
         found = next(each for each in self.graph.tensors if each.name == name)
@@ -192,12 +208,14 @@ class Oracle:
         return found, chosen, "whole" if chosen is None else "packed"
 
     def run(self, position: int, _: str) -> None:
+        self.note(position)
         for each in self.graph.tensors:
             if each.born == position and each.role != "input":
                 self.hold(each.name, "whole", each.nbytes)
                 if each.name in self.recomputed:
                     self.hold(each.name, "state", self.recipe(each.name).state_bytes)
-        self.note(self.workspace[self.graph.ops[position].cost_key])
+        workspace = self.workspace[self.graph.ops[position].cost_key]
+        self.peak = max(self.peak, sum(self.live.values()) + workspace)
         for each in self.graph.tensors:
             if self.dies[each.name] == position and each.role != "input":
                 self.drop(each.name, "whole")
@@ -209,7 +227,7 @@ class Oracle:
         assert recipe is not None
         return recipe
 
-    def recompute(self, _: int, name: str) -> None:
+    def recompute(self, at: int, name: str) -> None:
         recipe, unit = self.recipe(name), self.machine.alignment_bytes
         for source in recipe.sources:
             assert (source, "whole") in self.live
@@ -218,6 +236,7 @@ class Oracle:
                 assert action.codec.is_exact
         found = next(each for each in self.graph.tensors if each.name == name)
         self.hold(name, "whole", found.nbytes)
+        self.arrive(at, name)
         for index, position in enumerate(recipe.ops):
             busy = self.workspace[self.graph.ops[position].cost_key]
             for nbytes, first, last in recipe.made[1:]:
@@ -225,32 +244,37 @@ class Oracle:
                     busy += -(-nbytes // unit) * unit
             if index < len(recipe.ops) - 1:
                 busy -= self.live[name, "whole"]
-            self.note(busy)
+            self.note(at, busy)
         self.drop(name, "state")
 
-    def pack(self, _: int, name: str) -> None:
+    def pack(self, at: int, name: str) -> None:
         self.hold(name, "packed", CODEC_BYTES)
-        self.note(self.workspace["encode"])
+        self.note(at + 1, self.workspace["encode"])
         self.drop(name, "whole")
+        self.in_use.remove(name)
 
-    def offload(self, _: int, name: str) -> None:
-        self.note()
+    def offload(self, at: int, _: str) -> None:
+        self.note(at + 1)
 
-    def offload_wait(self, _: int, name: str) -> None:
-        self.note()
+    def offload_wait(self, at: int, name: str) -> None:
+        self.note(at + 1)
         self.drop(name, self.of(name)[2])
 
-    def reload(self, _: int, name: str) -> None:
+    def reload(self, at: int, name: str) -> None:
         found, chosen, form = self.of(name)
         self.hold(name, form, found.nbytes if chosen is None else chosen.packed_bytes)
-        self.note()
+        self.note(at)
 
-    def reload_wait(self, _: int, name: str) -> None:
+    def reload_wait(self, at: int, name: str) -> None:
+        self.note(at)
         assert (name, self.of(name)[2]) in self.live
+        if self.of(name)[2] == "whole":
+            self.arrive(at, name)
 
-    def unpack(self, _: int, name: str) -> None:
+    def unpack(self, at: int, name: str) -> None:
         self.hold(name, "whole", self.of(name)[0].nbytes)
-        self.note(self.workspace["decode"])
+        self.arrive(at, name)
+        self.note(at, self.workspace["decode"])
         self.drop(name, "packed")
 
 
