@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations, pairwise, product
 from typing import Literal
 
 from backhaul.records import Action, Prediction
@@ -38,8 +39,9 @@ _SLACKS = (0.0, 0.04, 0.12)
 _CHARGES = ((0.0, 1.0), (0.2, 1.0), (1.0, 1.0), (NEVER, 1.0), (0.0, NEVER))
 """Seconds charged for each second of copying, and of recomputing."""
 
-_SEARCH_EVENTS = 150_000
-"""Ops simulated, at most, while a small graph is searched one tensor at a time."""
+_SEARCH_EVENTS = 60_000
+_SEARCH_LEAST, _SEARCH_MOST, _SEARCH_WIDTH = 200, 1500, 2
+"""Ops and plans that may be simulated to search further, and tensors that change at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ class Frontier:
             name: options_of(cost, tensor, allowed) for name, tensor in cost.planned.items()
         }
         self.keep = self._judged({}, {})
-        self._judged_limits: dict[tuple[tuple[str, Way], ...], set[int]] = {}
+        self._known: dict[tuple[tuple[tuple[str, Way], ...], float], Candidate] = {}
         self._found = [self.keep]
         self._paths = [
             Path(cost, self._options, self._saved_only, copy_charge, recompute_charge)
@@ -91,6 +93,7 @@ class Frontier:
         self._floor_bytes = min(found.used_bytes for found in self._found)
         for level in self._spread(self._floor_bytes, self.keep.used_bytes, _LEVEL_COUNT):
             self._found += self._at(level)
+        self._found += self._polished()
         self._search()
         self.candidates = _unbeaten(self._found)
         self.floor = self.candidates[0]
@@ -138,57 +141,74 @@ class Frontier:
 
     def _tightest(self) -> list[Candidate]:
         """Judge the ends of the paths with nothing held longer than it must be."""
-        return [self._placed(path.end(), Limit(0, self._saved_only)) for path in self._paths]
+        return [self._placed(path.end(), 0) for path in self._paths]
 
     def _at(self, nbytes: int) -> list[Candidate]:
         """Judge what each path offers for a budget of so many bytes."""
-        limit = nbytes if self._saved_only else nbytes - self._cost.caller_bytes
+        limit = self._limit(nbytes)
         span = self.keep.used_bytes - self._floor_bytes
         found = []
         for path in self._paths:
             for slack in _SLACKS if path.moves else _SLACKS[:1]:
                 ways = path.first_within(limit - int(slack * span))
-                if ways is not None and self._is_new(ways, limit):
-                    found.append(self._placed(ways, Limit(limit, self._saved_only)))
+                if ways is not None:
+                    found.append(self._placed(ways, limit))
         return found
 
-    def _is_new(self, ways: Ways, limit: int) -> bool:
-        """Say whether these ways were not yet judged with this limit."""
-        moves = any(way in ("move", "pack and move") for way in ways.values())
-        limits = self._judged_limits.setdefault(tuple(ways.items()), set())
-        key = limit if moves else 0
-        is_new = key not in limits
-        limits.add(key)
-        return is_new
+    def _limit(self, nbytes: int) -> int:
+        """Return what a budget leaves for the step."""
+        return nbytes if self._saved_only else nbytes - self._cost.caller_bytes
 
-    def _placed(self, ways: Ways, limit: Limit) -> Candidate:
-        return self._judged(ways, place(self._cost, ways, limit))
+    def _placed(self, ways: Ways, limit: float) -> Candidate:
+        """Place the copies for a limit and judge the plan, once."""
+        key = tuple(ways.items()), limit if _moves(ways) else 0
+        if key not in self._known:
+            actions = place(self._cost, ways, Limit(limit, self._saved_only))
+            self._known[key] = self._judged(ways, actions)
+        return self._known[key]
 
     def _judged(self, ways: Ways, actions: Mapping[str, Action]) -> Candidate:
         prediction = predict(self._cost, actions)
         used = prediction.saved_peak_bytes if self._saved_only else prediction.peak_bytes
         return Candidate(ways, actions, prediction, used)
 
+    def _polished(self) -> list[Candidate]:
+        """Place the copies of the unbeaten plans again, for what they use and a little more."""
+        unbeaten = _unbeaten(self._found)
+        return [
+            self._placed(found.ways, self._limit(nbytes))
+            for found, larger in pairwise(unbeaten)
+            if _moves(found.ways)
+            for nbytes in (found.used_bytes, larger.used_bytes - 1)
+        ]
+
     def _search(self) -> None:
-        """Change one tensor of one unbeaten plan at a time, while the graph is small enough."""
-        pending = list(_unbeaten(self._found))
-        seen = {tuple(sorted(found.ways.items())) for found in pending}
-        left = _SEARCH_EVENTS // max(1, len(self._cost.duration_s))
-        while pending and left > 0:
-            near, pending = pending, []
-            for ways in _neighbours(near, self._options):
-                key = tuple(sorted(ways.items()))
-                if key in seen or not self._is_legal(ways):
-                    continue
-                seen.add(key)
-                for limit in self._limits(ways):
-                    left -= 1
-                    pending.append(self._placed(ways, limit))
-                if left <= 0:
-                    break
-            self._found = list(_unbeaten(self._found + pending))
-            kept = {id(found) for found in self._found}
-            pending = [found for found in pending if id(found) in kept]
+        """Change a tensor or two of the unbeaten plans, while the graph is small enough."""
+        left = min(_SEARCH_EVENTS // max(1, len(self._cost.duration_s)), _SEARCH_MOST)
+        if left < _SEARCH_LEAST:
+            return
+        done: set[tuple[int, tuple[tuple[str, Way], ...]]] = set()
+        width = 1
+        while width <= _SEARCH_WIDTH:
+            near = [f for f in _unbeaten(self._found) if (width, tuple(f.ways.items())) not in done]
+            if not near:
+                width += 1
+                continue
+            done |= {(width, tuple(found.ways.items())) for found in near}
+            for found in near:
+                for ways in _neighbours(found.ways, self._options, width):
+                    if not self._is_legal(ways):
+                        continue
+                    limits = (0, self._limit(found.used_bytes), float("inf"))
+                    new = [
+                        self._placed(ways, limit) for limit in limits[: 3 if _moves(ways) else 1]
+                    ]
+                    self._found += new
+                    left -= len(new)
+                    if left <= 0:
+                        return
+            self._found = _unbeaten(self._found + self._polished())
+            width = 1
 
     def _is_legal(self, ways: Ways) -> bool:
         """Say whether the host tier holds it all, and every recipe finds the values it reads."""
@@ -203,27 +223,27 @@ class Frontier:
                         return False
         return host_bytes <= self._cost.host_capacity_bytes
 
-    def _limits(self, ways: Ways) -> list[Limit]:
-        """Return the limits worth a try: none, the tightest, and some between."""
-        if not any(way in ("move", "pack and move") for way in ways.values()):
-            return [Limit(0, self._saved_only)]
-        return [Limit(nbytes, self._saved_only) for nbytes in (0, float("inf"))]
-
 
 def _neighbours(
-    near: Iterable[Candidate], options: Mapping[str, tuple[Option, ...]]
+    near: Ways, options: Mapping[str, tuple[Option, ...]], width: int
 ) -> Iterator[dict[str, Way]]:
-    """Yield the ways that differ from those of a plan in one tensor."""
-    for found in near:
-        for name, offered in options.items():
-            current = found.ways.get(name, "keep")
-            for option in offered:
-                if option.way == current:
-                    continue
-                changed = {key: way for key, way in found.ways.items() if key != name}
-                if option.way != "keep":
-                    changed[name] = option.way
-                yield changed
+    """Yield the ways that differ in so many tensors."""
+    for names in combinations([name for name, offered in options.items() if offered[1:]], width):
+        current = [near.get(name, "keep") for name in names]
+        for chosen in product(*(options[name] for name in names)):
+            if any(option.way == way for option, way in zip(chosen, current, strict=True)):
+                continue
+            changed = {name: way for name, way in near.items() if name not in names}
+            changed |= {
+                name: option.way
+                for name, option in zip(names, chosen, strict=True)
+                if option.way != "keep"
+            }
+            yield dict(sorted(changed.items()))
+
+
+def _moves(ways: Ways) -> bool:
+    return any("move" in way for way in ways.values())
 
 
 def _unbeaten(found: Iterable[Candidate]) -> list[Candidate]:

@@ -53,6 +53,7 @@ class Memory:
         self._during = during
         self._change = np.zeros_like(during)
         self._happened: list[tuple[int, int, int]] = []
+        self._waited: list[tuple[int, int, int]] = []
         # Columns apart: lists of plain integers are nothing for the garbage collector to walk.
         self._live_before = before[:, LIVE].tolist()
         self._saved_before = before[:, SAVED].tolist()
@@ -124,6 +125,10 @@ class Memory:
                 self._hold(position, allocated, workspace, (state_bytes, state_bytes))
             case "offload_wait":
                 self._hold(position, (0, 0), 0, (moved, moved))
+                self._waited.append(self._happened.pop())
+            case "offload":
+                self._hold(position, (0, 0), 0, (0, 0))
+                self._waited.append(self._happened.pop())
             case "reload":
                 self._hold(position, (moved, moved), 0, (0, 0))
             case "reload_wait" if codec is None:
@@ -143,16 +148,20 @@ class Memory:
         self._saved_added += saved_change
         self._change[position] += (live_change, saved_change)
 
-    def by_position(self) -> NDArray[np.int64]:
+    def by_position(self, *, with_waits: bool = True) -> NDArray[np.int64]:
         """Return the most bytes during each op and just before it, once all has happened.
+
+        Args:
+            with_waits: Whether to count what waits for the end of its copy out.
 
         Returns:
             An array of shape `[ops + 1, 2]`: live and saved; the last row is after the last op.
         """
         during: NDArray[np.int64] = self._during + np.cumsum(self._change, axis=0)
         during[-1] = 0
-        if self._happened:
-            happened = np.array(self._happened, dtype=np.int64)
+        noted = self._happened + (self._waited if with_waits else [])
+        if noted:
+            happened = np.array(noted, dtype=np.int64)
             np.maximum.at(during, happened[:, 0], happened[:, 1:])
         return during
 

@@ -288,6 +288,9 @@ class _Walker:
         elif self._saved_only:
             live[idle + 1 : use + 1] += held
             live[use + 1 : until + 1] += whole
+            if option.moved_bytes:
+                # On its way it is there in the form that it crosses the link in.
+                live[[idle + 1, use]] += sign * option.moved_bytes
         elif option.way == "keep" or use < 0:
             live[tensor.born : dies + 1] += whole
         else:

@@ -64,7 +64,9 @@ def place(cost: CostModel, ways: Mapping[str, Way], limit: Limit) -> dict[str, A
     if not moves:
         return actions
     memory = _memory_by_position(cost, actions, schedule, limit)
-    wait_after = _place_waits(cost, moves, memory, limit)
+    # What is saved counts between ops: to hold it during one is to hold it after it, too.
+    held_at = np.roll(memory, -1) if limit.saved_only else memory
+    wait_after = _place_waits(cost, moves, held_at, limit)
     reload_before = _place_reloads(
         cost, moves, memory, _starts_s(cost, actions, life_by_tensor), limit
     )
@@ -142,7 +144,7 @@ def _memory_by_position(
             memory.happen(kind, position, name)
         for kind, name in schedule.after.get(position, ()):
             memory.happen(kind, position + 1, name)
-    return memory.by_position()[:-1, SAVED if limit.saved_only else LIVE]
+    return memory.by_position(with_waits=False)[:-1, SAVED if limit.saved_only else LIVE]
 
 
 def _starts_s(

@@ -33,6 +33,7 @@ class Option:
         d2h_s: Time of the copy out.
         h2d_s: Time of the copy back.
         exposed_s: The part of both copies that exceeds the compute between the two uses.
+        moved_bytes: What crosses the link.
         host_bytes: What it takes in the host tier.
     """
 
@@ -42,6 +43,7 @@ class Option:
     d2h_s: float = 0.0
     h2d_s: float = 0.0
     exposed_s: float = 0.0
+    moved_bytes: int = 0
     host_bytes: int = 0
 
 
@@ -89,5 +91,6 @@ def _moved(
         d2h_s,
         h2d_s,
         exposed_s=max(0.0, d2h_s + h2d_s - gap_s),
+        moved_bytes=cost.rounded(nbytes),
         host_bytes=slot_bytes(nbytes),
     )
