@@ -8,8 +8,8 @@ Several paths (`scheduler.paths`) walk down from keeping everything; each charge
 otherwise.  Where a path first fits a level of memory, its copies are placed for that level and
 the simulator judges the whole.  Small graphs are searched further, one tensor at a time.
 
-    levels between the floor and keeping everything     `_LEVEL_COUNT`
-    finer levels about the one that is asked for        `_FINE_COUNT`
+    levels between the floor and keeping everything     8 to 24, fewer for more ops
+    finer levels about the one that is asked for        8
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["Candidate", "Frontier", "Kind"]
 Kind = Literal["memory", "activations"]
 Ways = Mapping[str, Way]
 
-_LEVEL_COUNT = 24
+_LEVEL_EVENTS, _LEVELS_LEAST, _LEVELS_MOST = 60_000, 8, 24
 _FINE_COUNT = 8
 _SLACKS = (0.0, 0.04, 0.12)
 """Shares of the range that a plan leaves free of tensors, for copies on their way."""
@@ -91,7 +91,9 @@ class Frontier:
         ]
         self._found += self._tightest()
         self._floor_bytes = min(found.used_bytes for found in self._found)
-        for level in self._spread(self._floor_bytes, self.keep.used_bytes, _LEVEL_COUNT):
+        level_count = _LEVEL_EVENTS // max(1, len(cost.duration_s))
+        level_count = min(max(level_count, _LEVELS_LEAST), _LEVELS_MOST)
+        for level in self._spread(self._floor_bytes, self.keep.used_bytes, level_count):
             self._found += self._at(level)
         self._found += self._polished()
         self._search()

@@ -183,9 +183,12 @@ def _place_waits(
     held_bytes = 0
     now_s = engine_free_s = 0.0
     for position in range(cost.forward_count):
+        # What this op is the last to read is saved as soon as it has run.
+        joining = sum(moves[name].held_bytes for name in idle.get(position, ()))
+        room = limit.nbytes - int(memory[position]) - (joining if limit.saved_only else 0)
         while held:
             ends_s, name = held[0]
-            if ends_s > now_s and memory[position] + held_bytes <= limit.nbytes:
+            if ends_s > now_s and held_bytes <= room:
                 break
             heapq.heappop(held)
             now_s = max(now_s, ends_s)
