@@ -1,0 +1,239 @@
+"""Predicted peak and step time against real runs, for twelve models and five budgets.
+
+    python benchmarks/prediction.py [--models resnet50,gpt2] [--steps 5] [--device cpu]
+
+Each model is trained for a few steps under plans for 100, 80, 60 and 40 % of its saved
+activations, and for the least that it can do with.  The allocator says what the peak was, the
+clock what the median step took.  Gradients are compared bit for bit with the plan that keeps
+everything.  Prints a JSON line a run, then the table of docs/measured.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torchvision
+import transformers
+from torch import Tensor, nn
+
+import backhaul
+from backhaul.errors import BudgetError
+from backhaul.runtime.memory import measure_peak_bytes
+
+SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)
+Case = tuple[nn.Module, Any]
+
+
+def classifier(name: str, size: int, batch: int) -> Callable[[], Case]:
+    """Return a maker of a torchvision model with images for it."""
+    return lambda: (
+        torchvision.models.get_model(name, weights=None),
+        torch.randn(batch, 3, size, size),
+    )
+
+
+def language_model(kind: str, **sizes: Any) -> Callable[[], Case]:
+    """Return a maker of a transformers model with tokens and labels for it."""
+
+    def make() -> Case:
+        config = getattr(transformers, f"{kind}Config")(**sizes)
+        model = getattr(transformers, f"{kind}{HEADS[kind]}")(config)
+        model.loss_type = "ForMaskedLM" if kind == "Bert" else "ForCausalLM"
+        tokens = torch.randint(0, 1000, (4, 256))
+        return model, {"input_ids": tokens, "labels": tokens}
+
+    return make
+
+
+class LstmClassifier(nn.Module):
+    """A classifier of sequences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(64, 256, num_layers=2, batch_first=True, dropout=0.2)
+        self.head = nn.Linear(256, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+class UNet(nn.Module):
+    """Two levels down, two up, with skip connections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([_block(3, 32), _block(32, 64)])
+        self.middle = _block(64, 128)
+        self.up = nn.ModuleList([_block(128 + 64, 64), _block(64 + 32, 32)])
+        self.head = nn.Conv2d(32, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for block in self.down:
+            x = block(x)
+            skips.append(x)
+            x = nn.functional.max_pool2d(x, 2)
+        x = self.middle(x)
+        for block, skip in zip(self.up, reversed(skips), strict=True):
+            x = nn.functional.interpolate(x, scale_factor=2.0)
+            x = block(torch.cat([x, skip], dim=1))
+        return self.head(x)
+
+
+def _block(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(inputs, outputs, 3, padding=1),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(outputs, outputs, 3, padding=1),
+        nn.BatchNorm2d(outputs),
+        nn.ReLU(inplace=True),
+    )
+
+
+HEADS = {"GPT2": "LMHeadModel", "Bert": "ForMaskedLM", "Llama": "ForCausalLM"}
+SMALL = {"vocab_size": 1000, "use_cache": False}
+MODELS: Mapping[str, Callable[[], Case]] = {
+    "resnet18": classifier("resnet18", 160, 8),
+    "resnet50": classifier("resnet50", 160, 8),
+    "vgg19": classifier("vgg19", 128, 4),
+    "densenet121": classifier("densenet121", 128, 4),
+    "mobilenet_v3_large": classifier("mobilenet_v3_large", 160, 8),
+    "convnext_tiny": classifier("convnext_tiny", 128, 4),
+    "vit_b_16": classifier("vit_b_16", 224, 2),
+    "gpt2": language_model("GPT2", n_layer=6, n_embd=384, n_head=6, **SMALL),
+    "bert": language_model(
+        "Bert",
+        vocab_size=1000,
+        num_hidden_layers=4,
+        hidden_size=384,
+        num_attention_heads=6,
+        intermediate_size=1536,
+    ),
+    "llama": language_model(
+        "Llama",
+        num_hidden_layers=4,
+        hidden_size=384,
+        num_attention_heads=6,
+        intermediate_size=1024,
+        **SMALL,
+    ),
+    "lstm": lambda: (LstmClassifier(), torch.randn(16, 128, 64)),
+    "unet": lambda: (UNet(), torch.randn(4, 3, 128, 128)),
+}
+
+
+def step_of(module: nn.Module, sample: Any) -> Callable[[], Tensor]:
+    """Return one training step without the optimizer; gradients are made anew."""
+
+    def step() -> Tensor:
+        module.zero_grad(set_to_none=True)
+        torch.manual_seed(0)
+        output = module(**sample) if isinstance(sample, dict) else module(sample)
+        loss = output.loss if isinstance(sample, dict) else output.square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Copy the gradients of all parameters."""
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def measured(name: str, share: float, steps: int, device: torch.device) -> dict[str, Any]:
+    """Plan one model for one budget, train a few steps, and compare."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, sample = MODELS[name]()
+    model = model.to(device).train()
+    sample = torch.utils._pytree.tree_map(lambda each: each.to(device), sample)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    budget: Any = share or 1
+    try:
+        module = backhaul.optimize(model, sample, activation_budget=budget)
+    except BudgetError as error:
+        torch._dynamo.reset()
+        module = backhaul.optimize(model, sample, activation_budget=error.smallest_bytes)
+    plan = module.plan
+    step = step_of(module, sample)
+    step()
+    model.zero_grad(set_to_none=True)
+    peak_bytes = measure_peak_bytes(step, device).peak_bytes
+    times_s = []
+    for _ in range(steps):
+        start_s = time.perf_counter()
+        step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times_s.append(time.perf_counter() - start_s)
+    model.load_state_dict(state)
+    step()
+    found = gradients(model)
+    model.load_state_dict(state)
+    torch._dynamo.reset()
+    kept = backhaul.optimize(model, sample, planner="keep_all")
+    step_of(kept, sample)()
+    is_equal = all(map(torch.equal, found, gradients(model)))
+    step_s = statistics.median(times_s)
+    return {
+        "model": name,
+        "share": share,
+        "saved_bytes": plan.predicted.saved_peak_bytes,
+        "saved_fraction": plan.predicted.saved_peak_bytes / plan.baseline.saved_peak_bytes,
+        "predicted_peak_bytes": plan.predicted.step_peak_bytes,
+        "measured_peak_bytes": peak_bytes,
+        "predicted_s": plan.predicted.step_s,
+        "measured_s": step_s,
+        "kept_predicted_s": plan.baseline.step_s,
+        "bit_equal": is_equal,
+    }
+
+
+def main() -> None:
+    """Run everything and print it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    lines = []
+    for name in arguments.models.split(","):
+        for share in SHARES:
+            line = measured(name, share, arguments.steps, torch.device(arguments.device))
+            lines.append(line)
+            print(json.dumps(line), flush=True)
+    print(table(lines))
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """Write the lines as a table in Markdown, with the spread of both errors."""
+    rows = ["| model | budget | saved | peak, predicted | peak, measured | step | bit-equal |"]
+    rows.append("|---|---|---|---|---|---|---|")
+    for line in lines:
+        budget = f"{line['share']:.0%}" if line["share"] else "least"
+        peak = line["measured_peak_bytes"] / line["predicted_peak_bytes"] - 1
+        late = line["measured_s"] / line["predicted_s"] - 1
+        rows.append(
+            f"| {line['model']} | {budget} | {line['saved_fraction']:.1%} "
+            f"| {line['predicted_peak_bytes'] / 2**20:.1f} MiB | {peak:+.2%} "
+            f"| {line['measured_s'] * 1e3:.0f} ms, {late:+.0%} "
+            f"| {'yes' if line['bit_equal'] else 'NO'} |"
+        )
+    peaks = [abs(x["measured_peak_bytes"] / x["predicted_peak_bytes"] - 1) for x in lines]
+    lates = [abs(x["measured_s"] / x["predicted_s"] - 1) for x in lines]
+    rows.append("")
+    rows.append(f"Peak: worst {max(peaks):.2%}. Step time: median {statistics.median(lates):.1%}.")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()
