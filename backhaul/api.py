@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import nn
@@ -32,6 +32,8 @@ def optimize(
     activation_budget: Bytes = None,
     max_slowdown: float | None = None,
     lossless: bool = True,
+    actions: Collection[str] = ("compress", "offload", "recompute"),
+    held_bytes: int = 0,
     planner: str | Planner = "frontier",
     link: Link | None = None,
     spill_folder: str | os.PathLike[str] | None = None,
@@ -52,6 +54,9 @@ def optimize(
         max_slowdown: Instead of a budget: use the least memory with which the step takes at
             most this many times the time of keeping everything.
         lossless: Only exact plans exist in this release; False is refused.
+        actions: What may be done with saved activations.
+        held_bytes: Bytes that lie on the device all along and are no argument of the model, as
+            an optimizer's state; a `memory_budget` includes them.
         planner: Name in `PLANNERS`, or a function of graph, machine and budget.
         link: Moves what is offloaded; by default pinned host memory for an accelerator, and a
             spill file for a CPU.
@@ -67,7 +72,9 @@ def optimize(
         ValueError: An option has no meaning.
     """
     check_lossless(lossless)
-    request = request_of(memory_budget, activation_budget, max_slowdown, planner)
+    request = request_of(
+        memory_budget, activation_budget, max_slowdown, planner, actions, held_bytes
+    )
     return _prepared(model, sample_input, request, _link(model, link, spill_folder))
 
 
@@ -80,6 +87,8 @@ def plan(
     activation_budget: Bytes = None,
     max_slowdown: float | None = None,
     lossless: bool = True,
+    actions: Collection[str] = ("compress", "offload", "recompute"),
+    held_bytes: int = 0,
     planner: str | Planner = "frontier",
     link: Link | None = None,
     spill_folder: str | os.PathLike[str] | None = None,
@@ -99,6 +108,8 @@ def plan(
         activation_budget: As for `optimize`.
         max_slowdown: As for `optimize`.
         lossless: As for `optimize`.
+        actions: As for `optimize`.
+        held_bytes: As for `optimize`.
         planner: As for `optimize`.
         link: As for `optimize`; not used for other hardware.
         spill_folder: As for `optimize`; not used for other hardware.
@@ -108,7 +119,9 @@ def plan(
         As `optimize`.
     """
     check_lossless(lossless)
-    request = request_of(memory_budget, activation_budget, max_slowdown, planner)
+    request = request_of(
+        memory_budget, activation_budget, max_slowdown, planner, actions, held_bytes
+    )
     if hardware is not None:
         request = dataclasses.replace(request, hardware=load_hardware(hardware))
     return _prepared(model, sample_input, request, _link(model, link, spill_folder)).plan

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
 
 from backhaul.errors import CaptureError
 from backhaul.passes.pipeline import Request
-from backhaul.scheduler.planner import PLANNERS, Planner
+from backhaul.scheduler.planner import PLANNERS, Planner, planner_of
+from backhaul.scheduler.ways import ALL_WAYS, Way
 
-__all__ = ["Bytes", "SampleInput", "arguments_of", "check_lossless", "request_of"]
+__all__ = ["ACTIONS", "Bytes", "SampleInput", "arguments_of", "check_lossless", "request_of"]
 
 SampleInput = torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[], Any]
 Bytes = int | float | str | None
+
+ACTIONS: Mapping[str, Way] = {"compress": "pack", "offload": "move", "recompute": "recompute"}
+"""What the user may allow, beside keeping."""
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -52,6 +56,8 @@ def request_of(
     activation_budget: Bytes,
     max_slowdown: float | None,
     planner: str | Planner,
+    actions: Collection[str] = tuple(ACTIONS),
+    held_bytes: int = 0,
 ) -> Request:
     """Read the options of `optimize`.
 
@@ -77,21 +83,46 @@ def request_of(
                 f"planner={planner!r} treats every tensor alike and asks for no {given[0]}: give "
                 "one of the two"
             )
-        planner = PLANNERS[planner]
+        ways = _ways_of(actions)
+        if planner == "frontier":
+            planner = planner_of(ways)
+        elif ways != ALL_WAYS:
+            raise ValueError(f"planner={planner!r} has its own actions: do not give actions")
+        else:
+            planner = PLANNERS[planner]
+    if not isinstance(held_bytes, int) or isinstance(held_bytes, bool) or held_bytes < 0:
+        raise ValueError(f"held_bytes={held_bytes!r}: give a number of bytes, 0 or more")
     if not callable(planner):
         raise ValueError(
             f"planner={planner!r}: give one of {', '.join(PLANNERS)}, or a function of graph, "
             "machine and budget"
         )
+    kind, value, is_fraction = _question(memory_budget, activation_budget, max_slowdown)
+    return Request(
+        kind=kind, value=value, is_fraction=is_fraction, planner=planner, held_bytes=held_bytes
+    )
+
+
+def _question(
+    memory_budget: Bytes, activation_budget: Bytes, max_slowdown: float | None
+) -> tuple[str, float | None, bool]:
+    """Return what is asked for, how much of it, and whether that is a fraction."""
     if max_slowdown is not None:
         if not isinstance(max_slowdown, (int, float)) or not max_slowdown >= 1.0:
             raise ValueError(f"max_slowdown={max_slowdown!r}: give a factor of 1.0 or more")
-        return Request(kind="slowdown", value=max_slowdown, is_fraction=False, planner=planner)
+        return "slowdown", max_slowdown, False
     if activation_budget is not None:
-        value, is_fraction = _parsed_bytes("activation_budget", activation_budget)
-        return Request(kind="activations", value=value, is_fraction=is_fraction, planner=planner)
-    value, is_fraction = _parsed_bytes("memory_budget", memory_budget)
-    return Request(kind="memory", value=value, is_fraction=is_fraction, planner=planner)
+        return "activations", *_parsed_bytes("activation_budget", activation_budget)
+    return "memory", *_parsed_bytes("memory_budget", memory_budget)
+
+
+def _ways_of(actions: Collection[str]) -> frozenset[Way]:
+    """Return the ways that actions allow."""
+    unknown = sorted(set(actions) - set(ACTIONS))
+    if isinstance(actions, str) or unknown:
+        raise ValueError(f"actions={actions!r}: give some of {', '.join(ACTIONS)}, in a tuple")
+    ways = {"keep", *(ACTIONS[action] for action in actions)}
+    return frozenset(ways | ({"pack and move"} if {"pack", "move"} <= ways else set()))
 
 
 def _parsed_bytes(name: str, given: Bytes) -> tuple[float | None, bool]:

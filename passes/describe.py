@@ -51,8 +51,13 @@ class Description:
     promised: dict[str, tuple[str, int, str]]
 
 
-def describe(step: StepGraphs) -> Description:
-    """Describe the step that keeps everything."""
+def describe(step: StepGraphs, held_bytes: int = 0) -> Description:
+    """Describe the step that keeps everything.
+
+    Args:
+        step: The step.
+        held_bytes: What the caller holds on the device besides the step's inputs.
+    """
     survey = _Survey(step)
     calls = [call_of(node, survey.storages_of(node)) for node in survey.ops]
     tensors, codec_calls = survey.tensors()
@@ -68,11 +73,28 @@ def describe(step: StepGraphs) -> Description:
             for node, call in zip(survey.ops, calls, strict=True)
         ),
         forward_count=step.forward_count,
-        tensors=tensors,
+        tensors=(_held(held_bytes), *tensors) if held_bytes else tensors,
     )
     key_by_op = {node: call.key for node, call in zip(survey.ops, calls, strict=True) if call}
     return Description(
         record, tuple(call for call in calls if call) + codec_calls, survey.promised(key_by_op)
+    )
+
+
+def _held(nbytes: int) -> TensorRecord:
+    """Describe what lies on the device beside the step."""
+    return TensorRecord(
+        name="(held by the caller)",
+        module="",
+        target="input",
+        shape=(nbytes,),
+        dtype="uint8",
+        nbytes=nbytes,
+        role="input",
+        born=-1,
+        dies=-1,
+        last_forward_use=-1,
+        first_backward_use=-1,
     )
 
 

@@ -54,6 +54,7 @@ class Request:
             `is_fraction`; None for all the memory of the device.
         is_fraction: Whether `value` is such a fraction.
         planner: Answers the budget.
+        held_bytes: What lies on the device all along and is no argument of the model.
         hardware: The machine to plan for instead of this one, on which nothing is measured.
         plan: A plan to apply instead of planning, to the graph that it was made for.
         known: Plans to take for the graphs that they were made for, as from an earlier process.
@@ -63,6 +64,7 @@ class Request:
     value: float | None
     is_fraction: bool
     planner: Planner
+    held_bytes: int = 0
     hardware: HardwareProfile | None = None
     plan: Plan | None = None
     known: tuple[Plan, ...] = ()
@@ -93,7 +95,7 @@ class Work:
 
 def describe_step(work: Work) -> Work:
     """Describe the captured step."""
-    return replace(work, description=describe(work.step))
+    return replace(work, description=describe(work.step, work.request.held_bytes))
 
 
 def measure_machine(work: Work) -> Work:

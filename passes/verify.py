@@ -13,7 +13,10 @@ import torch
 from torch import fx
 
 from backhaul.errors import VerifyError
+from backhaul.passes.recipes import copied_call, draws
 from backhaul.passes.step_graphs import StepGraphs, Storages
+from backhaul.passes.torch_compat import op_of
+from backhaul.records import Decision, Recompute
 from backhaul.runtime import codec_ops, ops  # noqa: F401  # registers the ops that are checked
 
 __all__ = ["CHECKS", "verify"]
@@ -21,6 +24,7 @@ __all__ = ["CHECKS", "verify"]
 backhaul = torch.ops.backhaul
 OFFLOAD, OFFLOAD_WAIT = backhaul.offload.default, backhaul.offload_wait.default
 RELOAD, RELOAD_WAIT = backhaul.reload.default, backhaul.reload_wait.default
+UNPACK_BITS = backhaul.unpack_bits.default
 NEIGHBOURS = 5
 
 Check = Callable[[StepGraphs], None]
@@ -188,6 +192,30 @@ def nothing_is_written_while_it_is_copied(step: StepGraphs) -> None:
                         )
 
 
+def random_ops_run_again_from_their_state(step: StepGraphs) -> None:
+    """A recomputed op that draws random numbers begins with the state that the forward had."""
+    for node in _recomputed(step):
+        if draws(node):
+            _fail("random_ops_run_again_from_their_state", node, "it would draw other numbers")
+
+
+def nothing_changes_twice(step: StepGraphs) -> None:
+    """A recomputed op writes to nothing, and makes no new running statistics."""
+    for node in _recomputed(step):
+        target = op_of(node)[0]
+        is_op = isinstance(target, torch._ops.OpOverload)
+        if is_op and (target._schema.is_mutable or copied_call(node)[0] is not node.target):
+            _fail("nothing_changes_twice", node, "the forward has had its side effects already")
+
+
+def recipes_read_exact_values(step: StepGraphs) -> None:
+    """A recomputed op reads no tensor whose codec kept only what the backward reads of it."""
+    for node in _recomputed(step):
+        for source in node.all_input_nodes:
+            if source.target is UNPACK_BITS and source.meta["val"].dtype is not torch.bool:
+                _fail("recipes_read_exact_values", node, f"{source} holds only signs")
+
+
 CHECKS: tuple[Check, ...] = (
     every_node_has_a_value,
     each_offload_is_waited_for_once,
@@ -198,6 +226,9 @@ CHECKS: tuple[Check, ...] = (
     only_activations_move,
     nothing_is_read_after_it_was_freed,
     nothing_is_written_while_it_is_copied,
+    random_ops_run_again_from_their_state,
+    nothing_changes_twice,
+    recipes_read_exact_values,
 )
 
 
@@ -210,6 +241,16 @@ def _arg(node: fx.Node, index: int) -> fx.Node:
 
 def _find(gm: fx.GraphModule, target: object) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.target is target]
+
+
+def _recomputed(step: StepGraphs) -> list[fx.Node]:
+    """List the nodes of the backward that compute again."""
+    return [
+        node
+        for node in step.backward.graph.nodes
+        if isinstance(decision := node.meta.get("backhaul"), Decision)
+        and isinstance(decision.action, Recompute)
+    ]
 
 
 def _is_ours(node: fx.Node) -> bool:

@@ -28,6 +28,49 @@ def _step(optimized: Callable[..., Any]) -> Iterator[StepGraphs]:
     yield StepGraphs(copied(step.forward), copied(step.backward), step.output_count)
 
 
+@pytest.fixture(name="recomputing")
+def _recomputing(optimized: Callable[..., Any]) -> Iterator[StepGraphs]:
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Conv2d(4, 4, 3),
+        nn.Sigmoid(),
+        nn.Conv2d(4, 4, 3),
+    )
+    module = optimized(net, torch.randn(2, 3, 12, 12), "recompute_all")
+    step: StepGraphs = module._capture.works[0].step
+    yield StepGraphs(copied(step.forward), copied(step.backward), step.output_count)
+
+
+def draw_again(step: StepGraphs) -> None:
+    node = find(step.backward, torch.ops.higher_order.run_with_rng_state)[0]
+    _, node.target, *args = node.args
+    node.args = tuple(args)
+
+
+def count_batch_norm_twice(step: StepGraphs) -> None:
+    node = find(step.backward, aten._native_batch_norm_legit.no_stats)[0]
+    x, weight, bias, *rest = node.args
+    node.target = aten._native_batch_norm_legit_functional.default
+    node.args = (x, weight, bias, weight, weight, *rest)
+
+
+def write_again(step: StepGraphs) -> None:
+    find(step.backward, aten.sigmoid.default)[0].target = aten.sigmoid_.default
+
+
+def compute_from_signs(step: StepGraphs) -> None:
+    node = find(step.backward, aten.sigmoid.default)[0]
+    source = node.args[0]
+    bits = torch.ops.backhaul.unpack_bits.default
+    value = source.meta["val"]
+    args = (source, list(value.shape), list(value.stride()), value.dtype)
+    unpacked = add(step.backward, source, bits, args)
+    node.replace_input_with(source, unpacked)
+
+
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(gm, copy.deepcopy(gm.graph))
 
@@ -172,8 +215,27 @@ BREAKS: dict[Break, str] = {
 }
 
 
-def test_a_whole_step_passes(step: StepGraphs) -> None:
+RECOMPUTING_BREAKS: dict[Break, str] = {
+    draw_again: "random_ops_run_again_from_their_state",
+    count_batch_norm_twice: "nothing_changes_twice",
+    write_again: "nothing_changes_twice",
+    compute_from_signs: "recipes_read_exact_values",
+}
+
+
+def test_a_whole_step_passes(step: StepGraphs, recomputing: StepGraphs) -> None:
     verify(step)
+    verify(recomputing)
+
+
+@pytest.mark.parametrize("broken", RECOMPUTING_BREAKS, ids=lambda broken: broken.__name__)
+def test_a_step_that_recomputes_wrongly_is_refused_by_the_right_check(
+    recomputing: StepGraphs, broken: Break
+) -> None:
+    broken(recomputing)
+    with pytest.raises(VerifyError) as caught:
+        verify(recomputing)
+    assert caught.value.check == RECOMPUTING_BREAKS[broken]
 
 
 @pytest.mark.parametrize("broken", BREAKS, ids=lambda broken: broken.__name__)
@@ -186,4 +248,5 @@ def test_a_broken_step_is_refused_by_the_right_check(step: StepGraphs, broken: B
 
 
 def test_every_check_is_broken_by_a_test() -> None:
-    assert set(BREAKS.values()) == {check.__name__ for check in CHECKS}
+    broken = {*BREAKS.values(), *RECOMPUTING_BREAKS.values()}
+    assert broken == {check.__name__ for check in CHECKS}
