@@ -3,8 +3,7 @@
     python benchmarks/optimality.py [--graphs 500] [--real]
 
 Small graphs: every way of every tensor is tried, with copies placed at every legal moment where
-those are few, and for several limits otherwise; the simulator judges.  The planner's own
-exhaustive search of small graphs is turned off, so that what is judged is what large graphs get.
+those are few, and for several limits otherwise; the simulator judges.
 Real graphs: the gap to a linear program that no plan can beat (`scheduler.bound`).
 """
 
