@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from backhaul.errors import InternalError
+from backhaul.passes.checkpoints import find_checkpoints
 from backhaul.passes.codec_choice import codec_for
 from backhaul.passes.op_calls import call_of
 from backhaul.passes.recipes import Recipes
@@ -159,8 +160,13 @@ class _Survey:
         self._tangents = self._held_by(step.tangents)
         self._gradients = self._held_by(results_of(step.backward))
         self._constants = self._held_by(_nodes(step.backward, "get_attr"))
-        self._checkpoints: set[int] = set()
-        self._recipes = Recipes(step, self._forward, self._begin_recipes(), self._device)
+        self._recipes = Recipes(step, self._forward, self._device)
+        free = self._saved - self._inputs - self._outputs
+        found = find_checkpoints(self._forward, free, self._recipes.can_run_again)
+        self._checkpoints = found - self._outputs
+        self._recipes.begin_with(
+            {key: self._forward.base(key).name for key in free | self._checkpoints}
+        )
 
     def storages_of(self, node: fx.Node) -> Storages:
         return self._forward if node.graph is self._step.forward.graph else self._backward
@@ -186,6 +192,7 @@ class _Survey:
             record, calls = self._tensor(key)
             records.append(record)
             codec_calls += calls
+        records = _without_unread_checkpoints(records)
         return tuple(sorted(records, key=lambda record: record.born)), tuple(codec_calls)
 
     def _tensor(self, key: int) -> tuple[TensorRecord, tuple[OpCall, ...]]:
@@ -284,17 +291,30 @@ class _Survey:
                     return f"its view {view.name} is made from more than the storage itself"
         return ""
 
-    def _begin_recipes(self) -> dict[int, str]:
-        """Name the storages that a recipe may begin with, by storage."""
-        held = (self._saved | self._checkpoints) - self._inputs - self._outputs
-        return {key: self._forward.base(key).name for key in held}
-
     def _held_by(self, nodes: Iterable[fx.Node]) -> set[int]:
         keys: set[int] = set()
         for node in nodes:
             if isinstance(node, fx.Node):
                 keys.update(self.storages_of(node).ids.get(node, ()))
         return keys
+
+
+def _without_unread_checkpoints(records: list[TensorRecord]) -> list[TensorRecord]:
+    """Make temporaries of the checkpoints that no recipe of a saved tensor begins with."""
+    sources_of = {record.name: record.recipe.sources for record in records if record.recipe}
+    waiting = [record.name for record in records if record.role == "saved"]
+    read: set[str] = set()
+    while waiting:
+        for source in sources_of.get(waiting.pop(), ()):
+            if source not in read:
+                read.add(source)
+                waiting.append(source)
+    return [
+        replace(record, role="temporary", recipe=None, pinned_because="")
+        if record.role == "checkpoint" and record.name not in read
+        else record
+        for record in records
+    ]
 
 
 def step_device(step: StepGraphs) -> torch.device:

@@ -9,13 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from backhaul.passes.torch_compat import FakeTensorMode
 from backhaul.runtime.measure_ops import OpCall, TensorSpec
 from backhaul.scheduler.hardware import OpClass, OpWork
 
-__all__ = ["works_of"]
+__all__ = ["is_costly", "works_of"]
 
 aten = torch.ops.aten
 
@@ -37,6 +38,12 @@ def works_of(calls: Sequence[OpCall]) -> tuple[OpWork, ...]:
     distinct = [call_by_key[key] for key in dict.fromkeys(call.key for call in calls)]
     with torch.no_grad(), FakeTensorMode():
         return tuple(_work_of(call) for call in distinct)
+
+
+def is_costly(node: fx.Node) -> bool:
+    """Say whether arithmetic, not memory, bounds the op of a node."""
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return _class_of(packet) != "memory"
 
 
 def _work_of(call: OpCall) -> OpWork:

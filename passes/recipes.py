@@ -57,23 +57,20 @@ class Recipes:
     Args:
         step: The step.
         storages: The storages of its forward.
-        name_by_key: Saved and checkpoint tensors by their storage: where a recipe may begin.
         device: The device of the step.
     """
 
-    def __init__(
-        self,
-        step: StepGraphs,
-        storages: Storages,
-        name_by_key: Mapping[int, str],
-        device: torch.device,
-    ) -> None:
+    def __init__(self, step: StepGraphs, storages: Storages, device: torch.device) -> None:
         self._storages = storages
-        self._name_by_base = {storages.base(key): name for key, name in name_by_key.items()}
+        self._name_by_base: dict[fx.Node, str] = {}
         self._position = {node: i for i, node in enumerate(step.ops()[: step.forward_count])}
         self._received = set(step.saved)
         self._mutated = mutated_inputs(step)
         self._device = device
+
+    def begin_with(self, name_by_key: Mapping[int, str]) -> None:
+        """Say where a recipe may begin: saved and checkpoint tensors, by their storage."""
+        self._name_by_base = {self._storages.base(key): name for key, name in name_by_key.items()}
 
     def recipe_for(self, base: fx.Node) -> Recipe | None:
         """Return the recipe of the tensor that a node is named after, or None if it has none."""

@@ -112,3 +112,45 @@ def test_what_the_caller_holds_counts() -> None:
     assert beside.baseline.step_peak_bytes == alone.baseline.step_peak_bytes
     with pytest.raises(ValueError, match="held_bytes=-1"):
         backhaul.plan(model, sample, held_bytes=-1)
+
+
+class HalfPrecisionResidual(nn.Module):
+    """Blocks that normalise in float32 beside a residual stream in bfloat16, as Llama's."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(32) for _ in range(depth))
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(depth))
+        self.to(torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for weight, layer in zip(self.weights, self.layers, strict=True):
+            wide = x.float()
+            normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)
+            x = x + layer(weight * normed.to(torch.bfloat16))
+        return x
+
+
+def test_the_residual_stream_is_held_and_not_its_wide_copies(assert_bit_equal: Check) -> None:
+    plans = assert_bit_equal(
+        lambda: HalfPrecisionResidual(4),
+        lambda: torch.randn(64, 32, dtype=torch.bfloat16),
+        plans=["recompute_all", "random", "frontier"],
+    )
+    plan = plans["recompute_all"]
+    checkpoints = [each for each in plan.graph.tensors if each.role == "checkpoint"]
+    assert checkpoints and {each.dtype for each in checkpoints} == {"bfloat16"}
+    held = {each.tensor for each in plan.decisions if not isinstance(each.action, Recompute)}
+    assert held & {each.name for each in checkpoints}
+    assert plan.predicted.saved_peak_bytes < 0.5 * plan.baseline.saved_peak_bytes
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_checkpoints_may_be_moved_and_recomputed(
+    seed: int, train: Check, assert_same_facts: Check, random_planner: Check
+) -> None:
+    original, sample = HalfPrecisionResidual(4), torch.randn(64, 32, dtype=torch.bfloat16)
+    expected = train(copy.deepcopy(original), sample)
+    model = copy.deepcopy(original)
+    module = backhaul.optimize(model, sample, planner=random_planner(seed))
+    assert_same_facts(expected, train(module, sample))
