@@ -42,7 +42,7 @@ from backhaul.scheduler.cost import CostModel
 from backhaul.scheduler.placement import Limit, place, sketched
 from backhaul.scheduler.planner import frontier
 from backhaul.scheduler.simulator import predict
-from backhaul.scheduler.ways import Way, options_of
+from backhaul.scheduler.ways import Way, options_of, recipes_find_values
 
 SHARES = (0.9, 0.75, 0.6, 0.45, 0.3)
 MOMENTS_MOST = 300
@@ -123,21 +123,12 @@ def best_points(graph: GraphRecord, machine: MachineProfile) -> list[tuple[int, 
     points = []
     for chosen in itertools.product(*offered.values()):
         ways = {name: way for name, way in zip(offered, chosen, strict=True) if way != "keep"}
-        if not _is_legal(cost, ways):
+        if not recipes_find_values(cost.planned, ways):
             continue
         for actions in _placed_anyhow(cost, ways):
             prediction = predict(cost, actions)
             points.append((prediction.saved_peak_bytes, prediction.step_s))
     return points
-
-
-def _is_legal(cost: CostModel, ways: Mapping[str, Way]) -> bool:
-    for name, way in ways.items():
-        recipe = cost.planned[name].recipe
-        for source in recipe.sources if recipe and way == "recompute" else ():
-            if "pack" in ways.get(source, "") and not cost.planned[source].codecs[0].is_exact:
-                return False
-    return True
 
 
 def _placed_anyhow(cost: CostModel, ways: Mapping[str, Way]) -> Iterator[dict[str, Action]]:

@@ -21,8 +21,7 @@ import networkx as nx
 from torch import fx
 
 from backhaul.passes.op_work import is_costly
-from backhaul.passes.step_graphs import Storages, tensors_of
-from backhaul.passes.torch_compat import storage_id, storage_nbytes
+from backhaul.passes.step_graphs import Storages, nbytes_of
 
 __all__ = ["find_checkpoints"]
 
@@ -48,7 +47,7 @@ def find_checkpoints(
         if maker.op == "placeholder":
             continue
         # What is saved anyway wins a draw.
-        nbytes = _nbytes(maker, key) * 1000
+        nbytes = nbytes_of(maker, key) * 1000
         network.add_edge(("out", key), ("in", key), capacity=nbytes + (key not in saved))
         if is_costly(maker) or not can_run_again(maker):
             network.add_edge(("in", key), "forward")
@@ -66,7 +65,3 @@ def find_checkpoints(
 def _read(maker: fx.Node, storages: Storages) -> Iterator[int]:
     for source in maker.all_input_nodes:
         yield from storages.ids.get(source, ())
-
-
-def _nbytes(maker: fx.Node, key: int) -> int:
-    return next(storage_nbytes(value) for value in tensors_of(maker) if storage_id(value) == key)

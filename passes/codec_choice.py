@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from backhaul.passes.op_calls import codec_call, spec_of
+from backhaul.passes.op_calls import arguments_of, codec_call, spec_of
 from backhaul.records import CodecRecord
 from backhaul.runtime import codecs
 from backhaul.runtime.measure_ops import OpCall, TensorSpec
@@ -95,7 +95,7 @@ def _pool_offsets(base: fx.Node, _readers: list[tuple[fx.Node, fx.Node]]) -> Cod
     pool = _picked(base, 1)
     if pool is None or pool.target is not aten.max_pool2d_with_indices.default:
         return None
-    pooled, kernel, *rest = _full_args(pool)
+    pooled, kernel, *rest = arguments_of(pool).values()
     stride, padding, dilation = rest[:3]
     kernel, stride, padding, dilation = (
         _pair(kernel),
@@ -125,8 +125,10 @@ def _narrow(base: fx.Node, _readers: list[tuple[fx.Node, fx.Node]]) -> CodecCall
     output, default_dim = INDEX_ALONG_DIM[source.target]
     if base.args[1] != output:
         return None
-    searched = _full_args(source)[0].meta["val"]
-    dim = _named_arg(source, "dim", default_dim)
+    arguments = arguments_of(source)
+    searched = next(iter(arguments.values())).meta["val"]
+    given = arguments.get("dim")
+    dim = int(given) if given is not None else default_dim or 0
     bound = searched.shape[dim] if searched.dim() else 1
     value = base.meta["val"]
     dtype = codecs.narrowest_dtype(bound)
@@ -183,23 +185,6 @@ def _picked(node: fx.Node, index: int) -> fx.Node | None:
         source = node.args[0]
         return source if isinstance(source, fx.Node) else None
     return None
-
-
-def _full_args(node: fx.Node) -> list[Any]:
-    """List a node's arguments in schema order, defaults filled in."""
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]  # an OpOverload
-    return [
-        node.args[i] if i < len(node.args) else node.kwargs.get(arg.name, arg.default_value)
-        for i, arg in enumerate(arguments)
-    ]
-
-
-def _named_arg(node: fx.Node, name: str, default: int | None) -> int:
-    arguments = node.target._schema.arguments  # type: ignore[union-attr]  # an OpOverload
-    for arg, value in zip(arguments, _full_args(node), strict=True):
-        if arg.name == name and value is not None:
-            return int(value)
-    return 0 if default is None else default
 
 
 def _pair(value: Any) -> list[int]:

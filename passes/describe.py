@@ -16,13 +16,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from backhaul.errors import InternalError
 from backhaul.passes.checkpoints import find_checkpoints
 from backhaul.passes.codec_choice import codec_for
 from backhaul.passes.op_calls import call_of
 from backhaul.passes.recipes import Recipes
-from backhaul.passes.step_graphs import StepGraphs, Storages, is_alias_op, results_of, tensors_of
-from backhaul.passes.torch_compat import storage_id, storage_nbytes
+from backhaul.passes.step_graphs import (
+    StepGraphs,
+    Storages,
+    is_alias_op,
+    nbytes_of,
+    results_of,
+    tensors_of,
+)
+from backhaul.passes.torch_compat import storage_nbytes
 from backhaul.records import CodecRecord, GraphRecord, OpCost, OpRecord, Role, TensorRecord
 from backhaul.runtime.measure_ops import OpCall, describe_results
 
@@ -211,7 +217,7 @@ class _Survey:
             target=_target_name(base),
             shape=tuple(next(tensors_of(base)).shape),
             dtype=str(next(tensors_of(base)).dtype).removeprefix("torch."),
-            nbytes=_nbytes(base, key),
+            nbytes=nbytes_of(base, key),
             role=role,
             born=self._born(storages.holders[key][0], role),
             dies=self._dies(role, forward_holders, backward_holders),
@@ -329,13 +335,6 @@ def step_device(step: StepGraphs) -> torch.device:
 
 def _nodes(gm: fx.GraphModule, *ops: str) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.op in ops]
-
-
-def _nbytes(base: fx.Node, key: int) -> int:
-    for value in tensors_of(base):
-        if storage_id(value) == key:
-            return storage_nbytes(value)
-    raise InternalError(f"node {base.name} does not hold the storage it is named for")
 
 
 def _target_name(node: fx.Node) -> str:

@@ -186,10 +186,10 @@ class _Writer:
         with self._step.backward.graph.inserting_before(self._ops[event.position]):
             for position in recipe.ops:
                 node = self._ops[position]
-                target, args = copied_call(node)
-                args = fx.map_arg(args, lambda read: copies.get(read) or self._value_of(read))
-                kwargs = fx.map_arg(
-                    node.kwargs, lambda read: copies.get(read) or self._value_of(read)
+                target, read_args = copied_call(node)
+                args, kwargs = fx.map_arg(
+                    (read_args, node.kwargs),
+                    lambda read: copies.get(read) or self._value_of(read),
                 )
                 if draws(node):
                     target, args = replayed(self._random_state(node), target, args)

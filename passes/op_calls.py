@@ -15,7 +15,7 @@ from backhaul.passes.step_graphs import Storages, is_alias_op, tensors_of
 from backhaul.passes.torch_compat import op_of
 from backhaul.runtime.measure_ops import OpCall, TensorSpec
 
-__all__ = ["call_of", "codec_call", "spec_of"]
+__all__ = ["arguments_of", "call_of", "codec_call", "spec_of"]
 
 
 def call_of(node: fx.Node, storages: Storages) -> OpCall | None:
@@ -31,6 +31,17 @@ def call_of(node: fx.Node, storages: Storages) -> OpCall | None:
     args = fx.map_arg(given, _specified)
     kwargs = fx.map_arg(node.kwargs, _specified)
     return _call(target, args, kwargs)
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of a node that calls an op, by name, in schema order, with defaults."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    return {
+        argument.name: node.args[index]
+        if index < len(node.args)
+        else node.kwargs.get(argument.name, argument.default_value)
+        for index, argument in enumerate(node.target._schema.arguments)
+    }
 
 
 def codec_call(target: Any, *args: Any) -> OpCall:

@@ -5,15 +5,16 @@ Arithmetic comes from torch's own flop counter, on fake tensors: nothing is comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from backhaul.passes.step_graphs import tensors_in
 from backhaul.passes.torch_compat import FakeTensorMode
-from backhaul.runtime.measure_ops import OpCall, TensorSpec
+from backhaul.runtime.measure_ops import OpCall, TensorSpec, distinct_calls
 from backhaul.scheduler.hardware import OpClass, OpWork
 
 __all__ = ["is_costly", "works_of"]
@@ -34,10 +35,8 @@ _ATTENTION = "_scaled_dot_product"
 
 def works_of(calls: Sequence[OpCall]) -> tuple[OpWork, ...]:
     """Say what each distinct call does, in order of first appearance."""
-    call_by_key = {call.key: call for call in reversed(calls)}
-    distinct = [call_by_key[key] for key in dict.fromkeys(call.key for call in calls)]
     with torch.no_grad(), FakeTensorMode():
-        return tuple(_work_of(call) for call in distinct)
+        return tuple(_work_of(call) for call in distinct_calls(calls))
 
 
 def is_costly(node: fx.Node) -> bool:
@@ -49,7 +48,7 @@ def is_costly(node: fx.Node) -> bool:
 def _work_of(call: OpCall) -> OpWork:
     args, kwargs = _faked((call.args, call.kwargs))
     result = call.target(*args, **kwargs)
-    given, made = list(_tensors((args, kwargs))), list(_tensors(result))
+    given, made = list(tensors_in((args, kwargs))), list(tensors_in(result))
     packet = getattr(call.target, "overloadpacket", call.target)
     op_class = _class_of(packet)
     floats = [tensor for tensor in given if tensor.is_floating_point()]
@@ -94,13 +93,3 @@ def _faked(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _faked(item) for name, item in value.items()}
     return value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))

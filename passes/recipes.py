@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from backhaul.passes.mutated_inputs import mutated_inputs
+from backhaul.passes.op_calls import arguments_of
 from backhaul.passes.step_graphs import StepGraphs, Storages, is_alias_op, tensors_of
 from backhaul.passes.torch_compat import storage_id, storage_nbytes
 from backhaul.records import Recipe
@@ -145,7 +146,7 @@ def draws(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    return _argument(node, "dropout_p") not in (0, 0.0)
+    return arguments_of(node).get("dropout_p") not in (0, 0.0)
 
 
 def copied_call(node: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -162,13 +163,3 @@ def _read_again(node: fx.Node) -> list[fx.Node]:
     nodes: list[fx.Node] = []
     fx.map_arg((copied_call(node)[1], node.kwargs), nodes.append)
     return nodes
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for index, argument in enumerate(node.target._schema.arguments):
-        if argument.name == name:
-            default = argument.default_value
-            given = node.args[index] if index < len(node.args) else default
-            return node.kwargs.get(name, given)
-    return None

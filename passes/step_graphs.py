@@ -10,9 +10,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from backhaul.passes.torch_compat import storage_id
+from backhaul.errors import InternalError
+from backhaul.passes.torch_compat import storage_id, storage_nbytes
 
-__all__ = ["StepGraphs", "Storages", "is_alias_op", "results_of", "tensors_of"]
+__all__ = [
+    "StepGraphs",
+    "Storages",
+    "is_alias_op",
+    "nbytes_of",
+    "results_of",
+    "tensors_in",
+    "tensors_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +118,30 @@ def results_of(gm: fx.GraphModule) -> list[Any]:
 
 def tensors_of(node: fx.Node) -> Iterator[torch.Tensor]:
     """Yield the fake tensors that a node's value is made of."""
-    yield from _tensors_in(node.meta.get("val"))
+    yield from tensors_in(node.meta.get("val"))
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested tuples, lists and dictionaries."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        yield from tensors_in(tuple(value.values()))
+
+
+def nbytes_of(node: fx.Node, key: int) -> int:
+    """Return the size of one of the storages that a node holds.
+
+    Raises:
+        InternalError: The node does not hold it.
+    """
+    for value in tensors_of(node):
+        if storage_id(value) == key:
+            return storage_nbytes(value)
+    raise InternalError(f"node {node.name} does not hold the storage it is named for")
 
 
 def is_alias_op(node: fx.Node, storages: Storages) -> bool:
@@ -118,11 +150,3 @@ def is_alias_op(node: fx.Node, storages: Storages) -> bool:
         return True
     ids = storages.ids.get(node, ())
     return bool(ids) and all(storages.holders[key][0] is not node for key in ids)
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors_in(item)

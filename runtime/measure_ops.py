@@ -34,6 +34,7 @@ __all__ = [
     "TensorSpec",
     "describe_results",
     "device_name",
+    "distinct_calls",
     "measure_ops",
     "untraced",
 ]
@@ -97,6 +98,14 @@ class OpCall:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
 
+def distinct_calls(calls: Sequence[OpCall]) -> list[OpCall]:
+    """Return the first call of each key, in order of appearance."""
+    call_by_key: dict[str, OpCall] = {}
+    for call in calls:
+        call_by_key.setdefault(call.key, call)
+    return list(call_by_key.values())
+
+
 def measure_ops(
     calls: Sequence[OpCall], device: torch.device, *, cache: OpCache | None
 ) -> tuple[OpCost, ...]:
@@ -110,11 +119,9 @@ def measure_ops(
     Returns:
         One cost for each distinct key, in order of first appearance.
     """
-    call_by_key: dict[str, OpCall] = {}
-    for call in calls:
-        call_by_key.setdefault(call.key, call)
-    known = {key: cache.get(key) if cache else None for key in call_by_key}
-    missing = [call for key, call in call_by_key.items() if known[key] is None]
+    distinct = distinct_calls(calls)
+    known = {call.key: cache.get(call.key) if cache else None for call in distinct}
+    missing = [call for call in distinct if known[call.key] is None]
     if missing:
         with untraced(device):
             measured = _measure_all(missing, device)

@@ -6,7 +6,8 @@ never raises the peak.
 
 Several paths (`scheduler.paths`) walk down from keeping everything; each charges the link
 otherwise.  Where a path first fits a level of memory, its copies are placed for that level and
-the simulator judges the whole.  Small graphs are searched further, one tensor at a time.
+the simulator judges the whole.  Small graphs are searched further, a tensor or
+two at a time.
 
     levels between the floor and keeping everything     8 to 24, fewer for more ops
     finer levels about the one that is asked for        8
@@ -24,7 +25,7 @@ from backhaul.scheduler.cost import CostModel
 from backhaul.scheduler.paths import NEVER, Path
 from backhaul.scheduler.placement import Limit, place
 from backhaul.scheduler.simulator import predict
-from backhaul.scheduler.ways import ALL_WAYS, Option, Way, options_of
+from backhaul.scheduler.ways import ALL_WAYS, Option, Way, options_of, recipes_find_values
 
 __all__ = ["Candidate", "Frontier", "Kind"]
 
@@ -73,11 +74,15 @@ class Frontier:
         cost: The costs of the step.
         kind: What a budget counts: everything on the device, or saved activations.
         allowed: The ways to consider.
+
+    Attributes:
+        keep: Everything is kept.
+        floor: The least memory that any candidate needs.
+        candidates: Those that no other beats in both memory and time, by rising memory.
     """
 
     def __init__(self, cost: CostModel, kind: Kind, allowed: frozenset[Way] = ALL_WAYS) -> None:
         self._cost = cost
-        self._kind = kind
         self._saved_only = kind == "activations"
         self._options = {
             name: options_of(cost, tensor, allowed) for name, tensor in cost.planned.items()
@@ -214,16 +219,14 @@ class Frontier:
 
     def _is_legal(self, ways: Ways) -> bool:
         """Say whether the host tier holds it all, and every recipe finds the values it reads."""
-        host_bytes = 0
-        for name, way in ways.items():
-            tensor = self._cost.planned[name]
-            host_bytes += next(o.host_bytes for o in self._options[name] if o.way == way)
-            if way == "recompute" and tensor.recipe is not None:
-                for source in tensor.recipe.sources:
-                    is_packed = "pack" in ways.get(source, "keep")
-                    if is_packed and not self._cost.planned[source].codecs[0].is_exact:
-                        return False
-        return host_bytes <= self._cost.host_capacity_bytes
+        host_bytes = sum(
+            option.host_bytes
+            for name, way in ways.items()
+            for option in self._options[name]
+            if option.way == way
+        )
+        fits = host_bytes <= self._cost.host_capacity_bytes
+        return fits and recipes_find_values(self._cost.planned, ways)
 
 
 def _neighbours(

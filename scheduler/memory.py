@@ -117,10 +117,8 @@ class Memory:
                 workspace = cost.key_workspace_bytes(codec.decode_key)
                 self._hold(position, (whole, self._held_on(name)), workspace, (moved, moved))
             case "recompute":
-                workspace, state_bytes = (
-                    cost.recipe_peak_bytes[name] - whole,
-                    self._state_bytes(name),
-                )
+                workspace = cost.recipe_peak_bytes[name] - whole
+                state_bytes = self._state_bytes(name)
                 allocated = whole, self._held_on(name)
                 self._hold(position, allocated, workspace, (state_bytes, state_bytes))
             case "offload_wait":

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from backhaul.scheduler.cost import CostModel
 from backhaul.scheduler.spans import LIVE, SAVED
-from backhaul.scheduler.ways import Option, Way
+from backhaul.scheduler.ways import Option, Way, spoils_recipes
 
 __all__ = ["NEVER", "Path"]
 
@@ -138,10 +138,7 @@ class _Walker:
         self._offers_of: dict[int, list[int]] = {}
         for number, (i, _) in enumerate(self._offers):
             self._offers_of.setdefault(i, []).append(number)
-        self._inexact = [
-            "pack" in option.way and not self._tensors[i].codecs[0].is_exact
-            for i, option in self._offers
-        ]
+        self._spoils = [spoils_recipes(option.way, self._tensors[i]) for i, option in self._offers]
 
         count = len(cost.duration_s)
         self._free_d2h_s = sum(cost.duration_s[: cost.forward_count])
@@ -176,12 +173,9 @@ class _Walker:
             score = price_s / (gain * self._effect[numbers])
             at = int(score.argmin())
             number = int(numbers[at])
-            if not self._is_recipe[number]:
-                self._take(number)
-                return self._told(number)
-            if number in tried:
-                if self._effect[number] <= 1 / _USELESS:
-                    return None
+            if number in tried and self._effect[number] <= 1 / _USELESS:
+                return None
+            if number in tried or not self._is_recipe[number]:
                 self._take(number)
                 return self._told(number)
             tried.add(number)
@@ -203,7 +197,10 @@ class _Walker:
     def _tried_effect(self, number: int, position: int, gain: int) -> float:
         """Say which share of an offer's gain is left when its sources' lives are counted."""
         i, _ = self._offers[number]
-        if any(self._is_packed_inexactly(source) for source in self._sources[i]):
+        if any(
+            spoils_recipes(self._option[source].way, self._tensors[source])
+            for source in self._sources[i]
+        ):
             return 1 / _USELESS
         before, workspace = self._live.copy(), self._workspace.copy()
         undo = self._take(number)
@@ -260,7 +257,7 @@ class _Walker:
             if not self._is_read[source]:
                 self._is_read[source] = True
                 for other in self._offers_of.get(source, ()):
-                    if self._is_open[other] and self._inexact[other]:
+                    if self._is_open[other] and self._spoils[other]:
                         self._is_open[other] = False
                         closed.append(other)
             if 0 <= use <= position <= until:
@@ -299,6 +296,3 @@ class _Walker:
             live[idle : use + 1] += held
             if option.way == "recompute" and sign > 0:
                 self._workspace[use] = max(self._workspace[use], self._beyond[i])
-
-    def _is_packed_inexactly(self, i: int) -> bool:
-        return "pack" in self._option[i].way and not self._tensors[i].codecs[0].is_exact

@@ -139,11 +139,9 @@ def _memory_by_position(
 ) -> NDArray[np.int64]:
     """Return the bytes that are live at each op when every copy is instant."""
     memory = Memory(cost, actions, schedule)
-    for position in sorted({*schedule.before, *schedule.after}):
-        for kind, name in schedule.before.get(position, ()):
-            memory.happen(kind, position, name)
-        for kind, name in schedule.after.get(position, ()):
-            memory.happen(kind, position + 1, name)
+    for kind, _, name, following in schedule.walk(schedule.busy):
+        if kind != "run":
+            memory.happen(kind, following, name)
     return memory.by_position(with_waits=False)[:-1, SAVED if limit.saved_only else LIVE]
 
 

@@ -96,9 +96,10 @@ def frontier(
     keep = predict(cost, {})
     if budget.kind != "slowdown" and _used_bytes(keep, kind) <= budget.value:
         summary = "The step fits as it is: nothing to do."
-        return plan_of_actions(graph, machine, budget, "frontier", {}, summary)
+        return plan_of_actions(graph, machine, budget, "frontier", {}, summary, cost)
     found = _answer(Frontier(cost, kind, allowed), budget, kind)
-    return plan_of_actions(graph, machine, budget, "frontier", found.actions, _summary(keep, found))
+    summary = _summary(keep, found)
+    return plan_of_actions(graph, machine, budget, "frontier", found.actions, summary, cost)
 
 
 def planner_of(allowed: frozenset[Way]) -> Planner:
@@ -143,7 +144,7 @@ def _treat_all(
     }
     actions = place(cost, ways, Limit(nbytes=float("inf"), saved_only=False))
     summary = f"{len(ways)} of {len(graph.saved)} saved activations are {done}."
-    return plan_of_actions(graph, machine, budget, planner, actions, summary)
+    return plan_of_actions(graph, machine, budget, planner, actions, summary, cost)
 
 
 def plan_of_actions(
@@ -153,6 +154,7 @@ def plan_of_actions(
     planner: str,
     actions: Mapping[str, Action],
     summary: str,
+    cost: CostModel | None = None,
 ) -> Plan:
     """Write down what is to happen, with what it costs and why.
 
@@ -163,8 +165,9 @@ def plan_of_actions(
         planner: Who answered.
         actions: The answer; a tensor that is absent is kept.
         summary: The answer in a sentence.
+        cost: The costs of the step, if the caller has them.
     """
-    cost = CostModel(graph, machine)
+    cost = cost or CostModel(graph, machine)
     life_by_tensor = cost.layout.lives_under(actions)
     decisions = tuple(
         Decision(
@@ -208,7 +211,7 @@ def _reason(cost: CostModel, tensor: TensorRecord, action: Action, life: Life) -
     options = options_of(cost, tensor)
     chosen = next(option for option in options if option.way == way)
     others = [option for option in options[1:] if option.way != way]
-    rejected = min(others, key=lambda option: _alone_s(option), default=None)
+    rejected = min(others, key=lambda option: option.alone_s, default=None)
     told = _told(cost, tensor, chosen, life)
     if rejected is None:
         return told
@@ -253,10 +256,6 @@ def _priced(option: Option) -> str:
             f", {option.compute_s * 1e3:.3f} ms of packing" if option.compute_s else ""
         )
     return f"{option.compute_s * 1e3:.3f} ms"
-
-
-def _alone_s(option: Option) -> float:
-    return option.compute_s + option.exposed_s
 
 
 def _way_of(action: Action) -> Way:

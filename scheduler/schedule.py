@@ -199,6 +199,24 @@ class Schedule:
     after: Mapping[int, list[Happening]]
     lives: Mapping[str, Life]
 
+    def walk(self, positions: Iterable[int]) -> Iterator[tuple[EventKind, int, str, int]]:
+        """Yield what happens at these positions, the run of each op among it.
+
+        Yields:
+            The parts of an `Event`, and the op that follows it; for a run that is the op itself.
+        """
+        for position in positions:
+            for kind, name in self.before.get(position, ()):
+                yield kind, position, name, position
+            yield "run", position, "", position
+            for kind, name in self.after.get(position, ()):
+                yield kind, position, name, position + 1
+
+    @property
+    def busy(self) -> list[int]:
+        """List the positions at which more happens than the run of an op."""
+        return sorted({*self.before, *self.after})
+
 
 def codec_of(action: Action) -> CodecRecord | None:
     """Return the codec of an action, or None if it packs nothing."""
@@ -224,9 +242,5 @@ def events(graph: GraphRecord, action_by_tensor: Mapping[str, Action]) -> Iterat
         action_by_tensor: Action of each saved tensor and checkpoint; one that is absent is kept.
     """
     schedule = Layout.of(graph).schedule(action_by_tensor)
-    for position in range(len(graph.ops)):
-        for kind, name in schedule.before.get(position, ()):
-            yield Event(kind, position, name)
-        yield Event("run", position)
-        for kind, name in schedule.after.get(position, ()):
-            yield Event(kind, position, name)
+    for kind, position, name, _ in schedule.walk(range(len(graph.ops))):
+        yield Event(kind, position, name)

@@ -85,23 +85,16 @@ def predict(
     schedule = cost.layout.schedule(action_by_tensor)
     clock = _Clock(cost, action_by_tensor)
     memory = Memory(cost, action_by_tensor, schedule)
-    before, after = schedule.before, schedule.after
-    noted = range(len(cost.duration_s)) if moments is not None else ()
-    for position in sorted({*before, *after, *noted}):
-        for kind, name in before.get(position, ()):
-            start_s, end_s = clock.happen(kind, position, name)
-            memory.happen(kind, position, name)
-            if moments is not None:
-                moments.append(Moment(Event(kind, position, name), start_s, end_s, *memory.during))
-        if moments is not None:
-            memory.run(position)
+    positions = schedule.busy if moments is None else range(len(cost.duration_s))
+    for kind, position, name, following in schedule.walk(positions):
+        if kind != "run":
+            start_s, end_s = clock.happen(kind, following, name)
+            memory.happen(kind, following, name)
+        elif moments is not None:
             start_s, end_s = clock.at(position), clock.at(position + 1)
-            moments.append(Moment(Event("run", position), start_s, end_s, *memory.during))
-        for kind, name in after.get(position, ()):
-            start_s, end_s = clock.happen(kind, position + 1, name)
-            memory.happen(kind, position + 1, name)
-            if moments is not None:
-                moments.append(Moment(Event(kind, position, name), start_s, end_s, *memory.during))
+            memory.run(position)
+        if moments is not None:
+            moments.append(Moment(Event(kind, position, name), start_s, end_s, *memory.during))
     peak, saved_peak = memory.peaks()
     return replace(
         clock.told,

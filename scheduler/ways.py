@@ -6,13 +6,22 @@ hide it behind; alone, it costs what does not fit between the two uses.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from backhaul.records import TensorRecord
 from backhaul.scheduler.cost import CostModel
 
-__all__ = ["ALL_WAYS", "Option", "Way", "options_of", "slot_bytes"]
+__all__ = [
+    "ALL_WAYS",
+    "Option",
+    "Way",
+    "options_of",
+    "recipes_find_values",
+    "slot_bytes",
+    "spoils_recipes",
+]
 
 SLOT_ALIGNMENT_BYTES = 4096
 
@@ -46,6 +55,11 @@ class Option:
     moved_bytes: int = 0
     host_bytes: int = 0
 
+    @property
+    def alone_s(self) -> float:
+        """Return what it adds to the step if nothing else crosses the link."""
+        return self.compute_s + self.exposed_s
+
 
 def options_of(
     cost: CostModel, tensor: TensorRecord, allowed: frozenset[Way] = ALL_WAYS
@@ -72,6 +86,26 @@ def options_of(
         packing_s = cost.codec_s(codec)
         found.append(_moved("pack and move", cost, tensor, codec.packed_bytes, packing_s))
     return tuple(option for option in found if option.way in allowed or option.way == "keep")
+
+
+def spoils_recipes(way: Way, tensor: TensorRecord) -> bool:
+    """Say whether what comes back of a tensor is too little for a recipe to read."""
+    return "pack" in way and not tensor.codecs[0].is_exact
+
+
+def recipes_find_values(planned: Mapping[str, TensorRecord], ways: Mapping[str, Way]) -> bool:
+    """Say whether every recipe that is followed finds the values of its sources.
+
+    Args:
+        planned: Saved tensors and checkpoints by name.
+        ways: What happens to each; one that is absent is kept.
+    """
+    return not any(
+        spoils_recipes(ways.get(source, "keep"), planned[source])
+        for name, way in ways.items()
+        if way == "recompute" and (recipe := planned[name].recipe) is not None
+        for source in recipe.sources
+    )
 
 
 def slot_bytes(nbytes: int) -> int:
