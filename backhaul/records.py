@@ -137,7 +137,7 @@ class OpRecord:
         name: Its graph node.
         target: The operator, as `aten.relu.default`.
         module: Path of the module that it comes from.
-        cost_key: `OpCost.key` of its measurement; empty for an op that runs no kernel.
+        cost_key: `OpCost.key` of its measurement; empty for one that takes no time.
     """
 
     name: str

@@ -6,6 +6,7 @@ key, and so one measurement.
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -19,13 +20,18 @@ __all__ = ["arguments_of", "call_of", "codec_call", "spec_of"]
 
 
 def call_of(node: fx.Node, storages: Storages) -> OpCall | None:
-    """Describe the call that a node makes, or None if it runs no kernel.
+    """Describe the call that a node makes, or None if it takes no time.
+
+    A view runs no kernel.  It takes the time of a call where the host computes, and none where
+    the host is ahead of an accelerator.
 
     Args:
         node: A node of a forward or backward graph.
         storages: The storages of its graph.
     """
-    if node.op != "call_function" or is_alias_op(node, storages):
+    if node.op != "call_function" or node.target is operator.getitem:
+        return None
+    if is_alias_op(node, storages) and any(t.device.type != "cpu" for t in tensors_of(node)):
         return None
     target, given = op_of(node)
     args = fx.map_arg(given, _specified)

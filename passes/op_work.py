@@ -13,7 +13,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from backhaul.passes.step_graphs import tensors_in
-from backhaul.passes.torch_compat import FakeTensorMode
+from backhaul.passes.torch_compat import FakeTensorMode, storage_id
 from backhaul.runtime.measure_ops import OpCall, TensorSpec, distinct_calls
 from backhaul.scheduler.hardware import OpClass, OpWork
 
@@ -50,15 +50,23 @@ def _work_of(call: OpCall) -> OpWork:
     result = call.target(*args, **kwargs)
     given, made = list(tensors_in((args, kwargs))), list(tensors_in(result))
     packet = getattr(call.target, "overloadpacket", call.target)
-    op_class = _class_of(packet)
+    op_class: OpClass = "view" if _is_view(call, given, made) else _class_of(packet)
     floats = [tensor for tensor in given if tensor.is_floating_point()]
     return OpWork(
         key=call.key,
         op_class=op_class,
         dtype=str(floats[0].dtype).removeprefix("torch.") if floats else "",
-        flops=0 if op_class == "memory" else _flops(packet, args, kwargs, result),
+        flops=0 if op_class in ("memory", "view") else _flops(packet, args, kwargs, result),
         nbytes=sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made)),
     )
+
+
+def _is_view(call: OpCall, given: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> bool:
+    """Say whether a call only looks at what it is given: it runs no kernel."""
+    is_mutable = isinstance(call.target, torch._ops.OpOverload) and call.target._schema.is_mutable
+    if not made or is_mutable:
+        return False
+    return {storage_id(tensor) for tensor in made} <= {storage_id(tensor) for tensor in given}
 
 
 def _class_of(packet: Any) -> OpClass:

@@ -5,6 +5,10 @@ freed after it, so that planning needs no more memory than the op itself.  What 
 are does not matter to the cost of almost any op; where it does, as for indices, zeros are
 legal.  An op that cannot be called so is given the time of copying its inputs, and says so.
 
+Ops are timed in rounds, one call of each op after the other, as a step runs them: an op does not
+find its inputs, its code or its memory in the caches where its last call left them, and a moment
+in which the machine is busy spoils one of an op's times and not all of them.
+
 A measurement is taken in the middle of a compilation: it must not be traced, and must leave
 no trace, in the random state least of all.
 """
@@ -41,13 +45,15 @@ __all__ = [
 
 _logger = logging.getLogger(__name__)
 
-_REPEATS_AT_LEAST = 3
-_REPEATS_AT_MOST = 50
-_BUDGET_S = 0.03
-"""Time for the repeats of one op, once it has been repeated often enough for a median."""
+_ROUNDS = 5
+"""How often each op is timed; its cost is the median."""
 
 _LONG_S = 0.3
 """An op that takes longer is timed once."""
+
+_TINY_S = 0.0001
+_TINY_ROW = 3
+"""A CPU's op that takes less is timed in rows: graphs of tiny ops find their code in the cache."""
 
 _ROW_S = 0.001
 _ROW_MOST = 20
@@ -150,16 +156,15 @@ def untraced(device: torch.device) -> Iterator[None]:
 def _measure_all(calls: Sequence[OpCall], device: torch.device) -> list[OpCost]:
     if not can_measure_peak(device):
         _logger.warning("the workspace of ops is assumed to be 0: another profiler is running")
-    costs: list[OpCost] = []
-    copy_bytes_per_s: float | None = None
-    for call in calls:
-        outcome = _measure_or_explain(call, device)
-        if isinstance(outcome, str):
-            if copy_bytes_per_s is None:
-                copy_bytes_per_s = _measure_copy(device)
-            outcome = _assume(call, copy_bytes_per_s, fault=outcome)
-        costs.append(outcome)
-    return costs
+    trials = [_begin(call, device) for call in calls]
+    for _ in range(_ROUNDS):
+        for trial in trials:
+            trial.time_once_more(device)
+    copy_bytes_per_s = _measure_copy(device) if any(trial.fault for trial in trials) else 0.0
+    return [
+        _assume(trial.call, copy_bytes_per_s, fault=trial.fault) if trial.fault else trial.cost()
+        for trial in trials
+    ]
 
 
 def _assume(call: OpCall, copy_bytes_per_s: float, *, fault: str) -> OpCost:
@@ -179,44 +184,76 @@ def _assume(call: OpCall, copy_bytes_per_s: float, *, fault: str) -> OpCost:
     )
 
 
-def _measure_or_explain(call: OpCall, device: torch.device) -> OpCost | str:
-    """Measure with integers of 0, or of 1 if the op cannot bear 0, or say why not.
+@dataclass(slots=True)
+class _Trial:
+    """What is known of an op while it is measured.
 
-    The fault is text, since an exception would keep the op's tensors alive.
+    Attributes:
+        call: The op.
+        integer: What its integers are filled with.
+        made: See `OpCost.made`.
+        workspace_bytes: What it holds beside its results, or None if that cannot be seen.
+        durations_s: Its times so far.
+        fault: Why it cannot be measured; text, since an exception would keep its tensors alive.
     """
+
+    call: OpCall
+    integer: int = 0
+    made: tuple[str, ...] = ()
+    workspace_bytes: int | None = None
+    durations_s: list[float] = field(default_factory=list)
+    fault: str = ""
+
+    def warm_up(self, device: torch.device) -> None:
+        """Call the op for the first time, which shows all but its time."""
+        run = self._prepared()
+        self.made = describe_results(run())
+        if can_measure_peak(device):
+            memory = measure_peak_bytes(run, device)
+            # What is left at the end is what the op made, whether its outputs are views or not.
+            self.workspace_bytes = max(memory.peak_bytes - memory.end_bytes, 0)
+
+    def time_once_more(self, device: torch.device) -> None:
+        """Add a time, unless the op has failed or is a long one that has been timed."""
+        last_s = self.durations_s[-1] if self.durations_s else 0.0
+        if self.fault or last_s > _LONG_S:
+            return
+        try:
+            self.durations_s.append(_time(self._prepared(), device, _row(device, last_s)))
+        # An op may raise anything, and planning goes on without its measurement.
+        except Exception as error:
+            self.fault = f"{type(error).__name__}: {error}"
+
+    def cost(self) -> OpCost:
+        """Return what was measured."""
+        return OpCost(
+            key=self.call.key,
+            duration_s=statistics.median(self.durations_s),
+            workspace_bytes=self.workspace_bytes or 0,
+            source="assumed" if self.workspace_bytes is None else "measured",
+            made=self.made,
+        )
+
+    def _prepared(self) -> Callable[[], object]:
+        generators: dict[torch.device, torch.Generator] = {}
+        call = self.call
+        args, kwargs = _materialise((call.args, call.kwargs), self.integer, generators)
+        return lambda: call.target(*args, **kwargs)
+
+
+def _begin(call: OpCall, device: torch.device) -> _Trial:
+    """Call an op with integers of 0, or of 1 if it cannot bear 0, or say why not."""
     fault = ""
     for integer in (0, 1):
+        trial = _Trial(call, integer)
         try:
-            return _measure(call, device, integer=integer)
+            trial.warm_up(device)
         # An op may raise anything, and planning goes on without its measurement.
         except Exception as error:
             fault = fault or f"{type(error).__name__}: {error}"
-    return fault
-
-
-def _measure(call: OpCall, device: torch.device, *, integer: int) -> OpCost:
-    generators: dict[torch.device, torch.Generator] = {}
-    args, kwargs = _materialise((call.args, call.kwargs), integer, generators)
-
-    def run() -> object:
-        return call.target(*args, **kwargs)
-
-    made: tuple[str, ...] = ()
-
-    def describe_first() -> None:
-        nonlocal made
-        made = describe_results(run())
-
-    first_s = _time(describe_first, device)
-    durations_s = [first_s] if first_s > _LONG_S else _repeat(run, device, first_s)
-    workspace_bytes = _workspace_bytes(run, device) if can_measure_peak(device) else None
-    return OpCost(
-        key=call.key,
-        duration_s=statistics.median(durations_s),
-        workspace_bytes=workspace_bytes or 0,
-        source="assumed" if workspace_bytes is None else "measured",
-        made=made,
-    )
+        else:
+            return trial
+    return _Trial(call, fault=fault)
 
 
 def describe_results(results: object) -> tuple[str, ...]:
@@ -230,21 +267,12 @@ def describe_results(results: object) -> tuple[str, ...]:
     )
 
 
-def _workspace_bytes(run: Callable[[], object], device: torch.device) -> int:
-    memory = measure_peak_bytes(run, device)
-    # What is left at the end is what the op made, whether its outputs are views or not.
-    return max(memory.peak_bytes - memory.end_bytes, 0)
-
-
-def _repeat(run: Callable[[], object], device: torch.device, first_s: float) -> list[float]:
+def _row(device: torch.device, last_s: float) -> int:
+    """Return how many calls of an op to time as one, given how long one took."""
+    if device.type == "cpu":
+        return _TINY_ROW if 0 < last_s < _TINY_S else 1
     # One short call would show an idle accelerator's launch; a row of them shows its pace.
-    row = 1 if device.type == "cpu" else min(max(round(_ROW_S / max(first_s, 1e-9)), 1), _ROW_MOST)
-    durations_s: list[float] = []
-    while len(durations_s) < _REPEATS_AT_LEAST or (
-        row * sum(durations_s) < _BUDGET_S and len(durations_s) < _REPEATS_AT_MOST
-    ):
-        durations_s.append(_time(run, device, row))
-    return durations_s
+    return min(max(round(_ROW_S / last_s), 1), _ROW_MOST) if last_s else 1
 
 
 def _time(run: Callable[[], object], device: torch.device, call_count: int = 1) -> float:

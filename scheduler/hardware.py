@@ -32,7 +32,7 @@ __all__ = [
     "modelled_machine",
 ]
 
-OpClass = Literal["matmul", "convolution", "attention", "memory"]
+OpClass = Literal["matmul", "convolution", "attention", "memory", "view"]
 
 ALIGNMENT_BYTES = 512
 """Block size of the caching allocator of accelerators."""
@@ -174,6 +174,8 @@ def modelled_machine(
 
 
 def _modelled_cost(hardware: HardwareProfile, work: OpWork) -> OpCost:
+    if work.op_class == "view":
+        return OpCost(key=work.key, duration_s=0.0, workspace_bytes=0, source="modelled")
     fraction = {each.op_class: each.fraction for each in hardware.efficiencies}
     memory_s = work.nbytes / (hardware.memory_bytes_per_s.value * fraction["memory"])
     compute_s = 0.0

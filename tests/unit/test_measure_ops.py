@@ -1,8 +1,11 @@
+import functools
 import gc
 import json
 import logging
+import re
 import subprocess
 import sys
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -189,11 +192,39 @@ def test_no_tensor_outlives_its_measurement(fails):
     assert alive == [None] * len(references)
 
 
-def test_a_long_op_is_called_twice(monkeypatch):
+def test_a_long_op_is_timed_once_and_not_by_its_first_call(monkeypatch):
     monkeypatch.setattr(measure_ops_module, "_LONG_S", 0.0)
     runs = []
     measured(lambda x: runs.append(x), spec(2))
-    assert len(runs) == 2
+    # To warm up, for its workspace, for its time.
+    assert len(runs) == 3
+
+
+def test_the_first_call_does_not_count():
+    pauses_s = [0.2]
+    cost = measured(lambda x: time.sleep(pauses_s.pop() if pauses_s else 0.0), spec(2))
+    assert cost.duration_s < 0.1
+
+
+def test_ops_are_timed_in_rounds():
+    runs = []
+    targets = {name: functools.partial(lambda name, x: runs.append(name), name) for name in "ab"}
+    measure(*(call(target, spec(2), key=name) for name, target in targets.items()))
+    rounds = re.sub(r"(.)\1+", r"\1", "".join(runs))
+    assert rounds == "ab" * 6
+
+
+def test_an_op_that_fails_later_is_assumed_and_named(caplog):
+    runs = []
+
+    def target(x):
+        runs.append(0)
+        if len(runs) > 3:
+            raise RuntimeError("too often")
+
+    (cost,) = measure(call(target, spec(2)))
+    assert cost.source == "assumed"
+    assert "too often" in caplog.text
 
 
 def test_a_short_op_is_called_often_enough_for_a_median():
