@@ -210,6 +210,8 @@ class LinkProfile:
         duplex_d2h_fraction: Offload bandwidth while reloading, over bandwidth alone.
         duplex_h2d_fraction: Reload bandwidth while offloading, over bandwidth alone.
         capacity_bytes: Most bytes that the tier can hold.
+        drag_fraction: Seconds of compute that are lost for each second of copying; a tier that
+            is served by the cores that compute takes some, a copy engine none.
         source: Where the numbers come from.
     """
 
@@ -221,6 +223,7 @@ class LinkProfile:
     duplex_h2d_fraction: float
     capacity_bytes: int
     source: Source
+    drag_fraction: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse a profile that cannot be interpolated."""
@@ -326,6 +329,7 @@ class Prediction:
         saved_peak_bytes: Most bytes of saved activations on the device at once.
         step_s: Time of forward and backward.
         exposed_s: The part of it that waits for a copy.
+        dragged_s: The part of it by which copies slow the ops beside them.
         codec_s: The part of it that packs and unpacks.
         recompute_s: The part of it that computes again.
         offloaded_bytes: Bytes that cross the link, each way.
@@ -339,6 +343,7 @@ class Prediction:
     codec_s: float
     offloaded_bytes: int
     recompute_s: float = 0.0
+    dragged_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -146,6 +146,7 @@ _COST_ROWS: tuple[tuple[str, Callable[[Prediction], float], Callable[[float], st
     ("saved activations peak", lambda cost: cost.saved_peak_bytes, format_bytes),
     ("step time", lambda cost: cost.step_s, format_seconds),
     ("exposed wait", lambda cost: cost.exposed_s, format_seconds),
+    ("slowed by copies", lambda cost: cost.dragged_s, format_seconds),
     ("codec time", lambda cost: cost.codec_s, format_seconds),
     ("recompute time", lambda cost: cost.recompute_s, format_seconds),
     ("offloaded, each way", lambda cost: cost.offloaded_bytes, format_bytes),

@@ -134,10 +134,9 @@ MODELS: Mapping[str, Callable[[], Case]] = {
 
 
 def step_of(module: nn.Module, sample: Any) -> Callable[[], Tensor]:
-    """Return one training step without the optimizer; gradients are made anew."""
+    """Return a forward and a backward; gradients must have been freed."""
 
     def step() -> Tensor:
-        module.zero_grad(set_to_none=True)
         torch.manual_seed(0)
         output = module(**sample) if isinstance(sample, dict) else module(sample)
         loss = output.loss if isinstance(sample, dict) else output.square().mean()
@@ -173,15 +172,18 @@ def measured(name: str, share: float, steps: int, device: torch.device) -> dict[
     peak_bytes = measure_peak_bytes(step, device).peak_bytes
     times_s = []
     for _ in range(steps):
+        model.zero_grad(set_to_none=True)
         start_s = time.perf_counter()
         step()
         if device.type == "cuda":
             torch.cuda.synchronize()
         times_s.append(time.perf_counter() - start_s)
     model.load_state_dict(state)
+    model.zero_grad(set_to_none=True)
     step()
     found = gradients(model)
     model.load_state_dict(state)
+    model.zero_grad(set_to_none=True)
     torch._dynamo.reset()
     kept = backhaul.optimize(model, sample, planner="keep_all")
     step_of(kept, sample)()

@@ -1,4 +1,4 @@
-"""Measures how fast a link moves bytes, each way alone and both at once.
+"""Measures how fast a link moves bytes, each way alone and both at once, and what it costs.
 
 Copies are timed from their start until the compute stream is past their wait.  A new arena is
 slow to write for the first time, as the system finds its pages then; a training run sees that
@@ -24,6 +24,9 @@ SIZES_BYTES = (64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
 REPEAT_COUNT = 5
 # Copies of the same size each that keep one direction busy while the other is timed.
 OPPOSING_COUNT = 2
+# Copies that run beside compute while it is timed, and the side of the matrices that it multiplies.
+BESIDE_COUNT = 3
+MATRIX_SIDE = 384
 
 
 def measure_link(
@@ -73,14 +76,15 @@ def _measure(
         h2d_s = tuple(_median_s(bench.time_reload, size, repeat_count) for size in sizes)
         busy_d2h_s = _median_s(bench.time_offload_while_reloading, sizes[-1], repeat_count)
         busy_h2d_s = _median_s(bench.time_reload_while_offloading, sizes[-1], repeat_count)
+        lost_s = bench.time_lost_beside_copies(sizes[-1], d2h_s[-1] + h2d_s[-1], repeat_count)
     finally:
         bench.arena.release()
-    return [*d2h_s, *h2d_s, busy_d2h_s, busy_h2d_s]
+    return [*d2h_s, *h2d_s, busy_d2h_s, busy_h2d_s, lost_s]
 
 
 def _cache_keys(link: Link, sizes: Sequence[int]) -> list[str]:
     names = [f"{way} {size}" for way in ("offload", "reload") for size in sizes]
-    names += ["offload while reloading", "reload while offloading"]
+    names += ["offload while reloading", "reload while offloading", "compute lost to one of each"]
     return [f"link {link.tier} {link.location}: {name}" for name in names]
 
 
@@ -93,7 +97,7 @@ def _profile(
 ) -> LinkProfile:
     count = len(sizes)
     d2h_s, h2d_s = tuple(times_s[:count]), tuple(times_s[count : 2 * count])
-    busy_d2h_s, busy_h2d_s = times_s[2 * count :]
+    busy_d2h_s, busy_h2d_s, lost_s = times_s[2 * count :]
     return LinkProfile(
         tier=tier,
         sizes_bytes=sizes,
@@ -103,6 +107,7 @@ def _profile(
         duplex_h2d_fraction=min(1.0, h2d_s[-1] / busy_h2d_s),
         capacity_bytes=capacity_bytes,
         source="measured",
+        drag_fraction=lost_s / (d2h_s[-1] + h2d_s[-1]),
     )
 
 
@@ -122,6 +127,9 @@ class _Bench:
         self._destination_by_nbytes = {
             nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes_bytes
         }
+
+        self._matrix = torch.rand(MATRIX_SIDE, MATRIX_SIDE, device=device)
+        self._product = torch.empty_like(self._matrix)
 
     def warm_up(self) -> None:
         """Write both slots and read them."""
@@ -166,6 +174,40 @@ class _Bench:
         duration_s = self.time_reload(nbytes)
         self.arena.wait_offload(self._out_offset)
         return duration_s
+
+    def time_lost_beside_copies(self, nbytes: int, copies_s: float, repeat_count: int) -> float:
+        """Time how much longer compute takes beside one copy out and one copy back.
+
+        Args:
+            nbytes: Size of the copies.
+            copies_s: Time of one copy each way, alone.
+            repeat_count: How often compute is timed alone and beside copies, in turn.
+        """
+        self._compute(1)
+        one_s = min(self._time_compute(1) for _ in range(repeat_count))
+        count = 1 + int(2 * BESIDE_COUNT * copies_s / one_s)
+        lost_s = []
+        for _ in range(repeat_count):
+            alone_s = self._time_compute(count)
+            for _ in range(BESIDE_COUNT):
+                self.arena.start_offload(self._out_offset, self._source_by_nbytes[nbytes])
+                self.arena.start_reload(self._back_offset, self._destination_by_nbytes[nbytes])
+            beside_s = self._time_compute(count)
+            self.arena.wait_offload(self._out_offset)
+            self.arena.wait_reload(self._back_offset)
+            lost_s.append((beside_s - alone_s) / BESIDE_COUNT)
+        return max(0.0, statistics.median(lost_s))
+
+    def _time_compute(self, count: int) -> float:
+        self._finish_compute()
+        begin_s = time.perf_counter()
+        self._compute(count)
+        self._finish_compute()
+        return time.perf_counter() - begin_s
+
+    def _compute(self, count: int) -> None:
+        for _ in range(count):
+            torch.mm(self._matrix, self._matrix, out=self._product)
 
     def _finish_compute(self) -> None:
         """Let the host wait for the compute stream, and for no transfer stream."""

@@ -52,7 +52,7 @@ _LONG_S = 0.3
 """An op that takes longer is timed once."""
 
 _TINY_S = 0.0001
-_TINY_ROW = 3
+_TINY_ROW = 8
 """A CPU's op that takes less is timed in rows: graphs of tiny ops find their code in the cache."""
 
 _ROW_S = 0.001

@@ -37,6 +37,7 @@ class CostModel:
         forward_count: How many of the ops are forward.
         caller_bytes: What the caller holds all along.
         host_capacity_bytes: Most bytes that the host tier can hold.
+        drag_fraction: Seconds of compute that are lost for each second of copying.
         layout: When what is planned is needed.
         planned: Saved tensors and checkpoints by name, in order of birth.
         nbytes: Size of each of them as the allocator rounds it.
@@ -56,6 +57,7 @@ class CostModel:
         self._cost_by_key = {cost.key: cost for cost in machine.ops}
         self._link = machine.link
         self.host_capacity_bytes = machine.link.capacity_bytes
+        self.drag_fraction = machine.link.drag_fraction
         self._alignment_bytes = machine.alignment_bytes
         missing = sorted({op.cost_key for op in graph.ops if op.cost_key} - set(self._cost_by_key))
         if missing:

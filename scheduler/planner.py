@@ -253,7 +253,7 @@ def _told(cost: CostModel, tensor: TensorRecord, option: Option, life: Life) -> 
 def _priced(option: Option) -> str:
     if "move" in option.way:
         return f"{option.d2h_s * 1e3:.3f} ms out, {option.h2d_s * 1e3:.3f} ms back" + (
-            f", {option.compute_s * 1e3:.3f} ms of packing" if option.compute_s else ""
+            f", {option.compute_s * 1e3:.3f} ms of compute" if option.compute_s else ""
         )
     return f"{option.compute_s * 1e3:.3f} ms"
 

@@ -2,9 +2,9 @@
 
 One compute stream runs ops, packing, unpacking and recomputing in order.  One engine each way
 copies, first in first out; a copy is slowed by the measured duplex fraction while the other
-engine is busy.  A wait stalls the compute stream until its copy has ended.  Memory is counted
-by storage, at every event, workspaces included (`scheduler.memory`).  Every planner is judged
-by this module.
+engine is busy, and slows the ops beside it by the measured drag.  A wait stalls the compute
+stream until its copy has ended.  Memory is counted by storage, at every event, workspaces
+included (`scheduler.memory`).  Every planner is judged by this module.
 """
 
 from __future__ import annotations
@@ -116,6 +116,7 @@ class _Clock:
         self._added_s = 0.0
         self._exposed_s = 0.0
         self._codec_s = 0.0
+        self._dragged_s = 0.0
         self._recompute_s = 0.0
         self._offloaded_bytes = 0
 
@@ -130,6 +131,7 @@ class _Clock:
             codec_s=self._codec_s,
             offloaded_bytes=self._offloaded_bytes,
             recompute_s=self._recompute_s,
+            dragged_s=self._dragged_s,
         )
 
     def at(self, position: int) -> float:
@@ -170,18 +172,27 @@ class _Clock:
         nbytes = self._moved_bytes(name)
         start_s = max(now_s, self._d2h_free_s)
         both_ways = self._h2d_free_s > start_s
-        self._d2h_free_s = start_s + self._cost.copy_s(nbytes, "d2h", both_ways=both_ways)
+        copy_s = self._cost.copy_s(nbytes, "d2h", both_ways=both_ways)
+        self._d2h_free_s = start_s + copy_s
         self._copied_at_s[name] = self._d2h_free_s
         self._offloaded_bytes += nbytes
+        self._drag(copy_s)
         return start_s, self._d2h_free_s
 
     def _reload(self, now_s: float, name: str) -> tuple[float, float]:
         start_s = max(now_s, self._h2d_free_s, self._copied_at_s[name])
         both_ways = self._d2h_free_s > start_s
         nbytes = self._moved_bytes(name)
-        self._h2d_free_s = start_s + self._cost.copy_s(nbytes, "h2d", both_ways=both_ways)
+        copy_s = self._cost.copy_s(nbytes, "h2d", both_ways=both_ways)
+        self._h2d_free_s = start_s + copy_s
         self._copied_at_s[name] = self._h2d_free_s
+        self._drag(copy_s)
         return start_s, self._h2d_free_s
+
+    def _drag(self, copy_s: float) -> None:
+        """Slow the ops beside a copy; a wait for it is the shorter for that."""
+        self._dragged_s += copy_s * self._cost.drag_fraction
+        self._added_s += copy_s * self._cost.drag_fraction
 
     def _wait(self, now_s: float, name: str) -> tuple[float, float]:
         stall_s = max(0.0, self._copied_at_s[name] - now_s)

@@ -38,7 +38,7 @@ class Option:
     Attributes:
         way: The way.
         held_bytes: What it holds on the device between the last forward use and the next.
-        compute_s: Packing, unpacking and recomputing.
+        compute_s: Packing, unpacking and recomputing, and what copies take from compute.
         d2h_s: Time of the copy out.
         h2d_s: Time of the copy back.
         exposed_s: The part of both copies that exceeds the compute between the two uses.
@@ -121,7 +121,7 @@ def _moved(
     return Option(
         way,
         0,
-        compute_s,
+        compute_s + cost.drag_fraction * (d2h_s + h2d_s),
         d2h_s,
         h2d_s,
         exposed_s=max(0.0, d2h_s + h2d_s - gap_s),

@@ -39,6 +39,12 @@ class ClockedArena:
     def start_reload(self, offset: int, destination: torch.Tensor) -> None:
         self._pending["back"].append(destination.numel())
 
+    def compute(self, count: int) -> None:
+        """Take five seconds a product, and thirty more if there are copies beside them."""
+        self._clock.now_s += 5.0 * count
+        if any(self._pending.values()):
+            self._clock.now_s += 30.0
+
     def wait_offload(self, offset: int) -> None:
         slowdown = 4.0 if self._pending["back"] else 1.0
         self._clock.now_s += slowdown * self._pending["out"].pop() * 2.0
@@ -60,9 +66,10 @@ class ClockedLink:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
+        self.arena = ClockedArena(clock)
 
     def reserve(self, nbytes: int) -> ClockedArena:
-        return ClockedArena(self._clock)
+        return self.arena
 
 
 def test_each_direction_is_timed_alone_and_against_the_other(
@@ -71,12 +78,15 @@ def test_each_direction_is_timed_alone_and_against_the_other(
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     link: Any = ClockedLink(clock)
+    monkeypatch.setattr(module._Bench, "_compute", lambda _, count: link.arena.compute(count))
     profile = measure_link(link, CPU, sizes_bytes=(20, 10))
     assert profile.sizes_bytes == (10, 20)
     assert profile.d2h_s == (20.0, 40.0)
     assert profile.h2d_s == (30.0, 60.0)
     assert profile.duplex_d2h_fraction == 0.25
     assert profile.duplex_h2d_fraction == 0.5
+    # Three copies each way ran beside compute: 30 of their 3 * (40 + 60) seconds were lost.
+    assert profile.drag_fraction == pytest.approx(0.1)
     assert (profile.tier, profile.capacity_bytes, profile.source) == ("clocked", 123, "measured")
 
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+
+import pytest
 
 from backhaul.records import Action, Compress, Offload
 from backhaul.scheduler.simulator import Simulation, simulate
@@ -164,3 +167,26 @@ def test_temporaries_outputs_and_gradients_are_no_saved_activations(tiny: Any) -
     simulation = simulate(graph, tiny.machine(graph), {})
     assert [m.live_bytes for m in simulation.moments] == [1010, 2030, 2020, 1060]
     assert [m.saved_bytes for m in simulation.moments] == [0, 0, 2000, 1000]
+
+
+def test_copies_slow_the_ops_beside_them(tiny: Any) -> None:
+    graph = tiny.chain(2)
+    actions = {"f0": Offload(codec=None, wait_after=1, reload_before=2)}
+    free = tiny.link(2000.0, 2000.0)
+    dragging = dataclasses.replace(free, drag_fraction=0.4)
+    alone = simulate(graph, tiny.machine(graph, free), actions).prediction
+    slowed = simulate(graph, tiny.machine(graph, dragging), actions).prediction
+    assert alone.dragged_s == 0.0 and alone.exposed_s == 0.0
+    # Half a second each way.
+    assert slowed.dragged_s == pytest.approx(0.4)
+    assert slowed.step_s == pytest.approx(alone.step_s + 0.4)
+
+
+def test_a_copy_that_is_waited_for_at_once_takes_as_long_as_ever(tiny: Any) -> None:
+    graph = tiny.chain(2)
+    actions = {"f1": Offload(codec=None, wait_after=1, reload_before=2)}
+    free = tiny.link(100.0, 100.0)
+    dragging = dataclasses.replace(free, drag_fraction=0.4)
+    alone = simulate(graph, tiny.machine(graph, free), actions).prediction
+    slowed = simulate(graph, tiny.machine(graph, dragging), actions).prediction
+    assert slowed.step_s == pytest.approx(alone.step_s)
