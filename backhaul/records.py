@@ -210,8 +210,8 @@ class LinkProfile:
         duplex_d2h_fraction: Offload bandwidth while reloading, over bandwidth alone.
         duplex_h2d_fraction: Reload bandwidth while offloading, over bandwidth alone.
         capacity_bytes: Most bytes that the tier can hold.
-        drag_fraction: Seconds of compute that are lost for each second of copying; a tier that
-            is served by the cores that compute takes some, a copy engine none.
+        drag_s: Time that compute loses to a copy of each size beside it, either way; a tier that
+            is served by the cores that compute takes some, a copy engine none.  Empty for none.
         source: Where the numbers come from.
     """
 
@@ -223,12 +223,14 @@ class LinkProfile:
     duplex_h2d_fraction: float
     capacity_bytes: int
     source: Source
-    drag_fraction: float = 0.0
+    drag_s: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse a profile that cannot be interpolated."""
         if not len(self.sizes_bytes) == len(self.d2h_s) == len(self.h2d_s) >= 2:
             raise ValueError(f"a link profile needs two or more sizes, got {self.sizes_bytes}")
+        if len(self.drag_s) not in (0, len(self.sizes_bytes)):
+            raise ValueError(f"a link profile needs a drag for each size or none: {self.drag_s}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

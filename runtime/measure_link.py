@@ -24,8 +24,10 @@ SIZES_BYTES = (64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
 REPEAT_COUNT = 5
 # Copies of the same size each that keep one direction busy while the other is timed.
 OPPOSING_COUNT = 2
-# Copies that run beside compute while it is timed, and the side of the matrices that it multiplies.
-BESIDE_COUNT = 3
+# Time of the copies that run beside compute, and the most of them each way, while it is timed;
+# and the side of the matrices that it multiplies.
+BESIDE_S = 0.03
+BESIDE_MOST = 32
 MATRIX_SIDE = 384
 
 
@@ -76,15 +78,19 @@ def _measure(
         h2d_s = tuple(_median_s(bench.time_reload, size, repeat_count) for size in sizes)
         busy_d2h_s = _median_s(bench.time_offload_while_reloading, sizes[-1], repeat_count)
         busy_h2d_s = _median_s(bench.time_reload_while_offloading, sizes[-1], repeat_count)
-        lost_s = bench.time_lost_beside_copies(sizes[-1], d2h_s[-1] + h2d_s[-1], repeat_count)
+        drag_s = tuple(
+            bench.time_drag(size, out_s + back_s, repeat_count)
+            for size, out_s, back_s in zip(sizes, d2h_s, h2d_s, strict=True)
+        )
     finally:
         bench.arena.release()
-    return [*d2h_s, *h2d_s, busy_d2h_s, busy_h2d_s, lost_s]
+    return [*d2h_s, *h2d_s, busy_d2h_s, busy_h2d_s, *drag_s]
 
 
 def _cache_keys(link: Link, sizes: Sequence[int]) -> list[str]:
     names = [f"{way} {size}" for way in ("offload", "reload") for size in sizes]
-    names += ["offload while reloading", "reload while offloading", "compute lost to one of each"]
+    names += ["offload while reloading", "reload while offloading"]
+    names += [f"compute lost to {size}" for size in sizes]
     return [f"link {link.tier} {link.location}: {name}" for name in names]
 
 
@@ -97,7 +103,7 @@ def _profile(
 ) -> LinkProfile:
     count = len(sizes)
     d2h_s, h2d_s = tuple(times_s[:count]), tuple(times_s[count : 2 * count])
-    busy_d2h_s, busy_h2d_s, lost_s = times_s[2 * count :]
+    busy_d2h_s, busy_h2d_s, *drag_s = times_s[2 * count :]
     return LinkProfile(
         tier=tier,
         sizes_bytes=sizes,
@@ -107,7 +113,7 @@ def _profile(
         duplex_h2d_fraction=min(1.0, h2d_s[-1] / busy_h2d_s),
         capacity_bytes=capacity_bytes,
         source="measured",
-        drag_fraction=lost_s / (d2h_s[-1] + h2d_s[-1]),
+        drag_s=tuple(drag_s),
     )
 
 
@@ -175,28 +181,28 @@ class _Bench:
         self.arena.wait_offload(self._out_offset)
         return duration_s
 
-    def time_lost_beside_copies(self, nbytes: int, copies_s: float, repeat_count: int) -> float:
-        """Time how much longer compute takes beside one copy out and one copy back.
+    def time_drag(self, nbytes: int, copies_s: float, repeat_count: int) -> float:
+        """Time how much longer compute takes for each copy beside it.
 
         Args:
             nbytes: Size of the copies.
             copies_s: Time of one copy each way, alone.
             repeat_count: How often compute is timed alone and beside copies, in turn.
         """
+        pair_count = min(max(round(BESIDE_S / copies_s), 1), BESIDE_MOST)
         self._compute(1)
         one_s = min(self._time_compute(1) for _ in range(repeat_count))
-        count = 1 + int(2 * BESIDE_COUNT * copies_s / one_s)
+        compute_count = 1 + round(2 * pair_count * copies_s / one_s)
         lost_s = []
         for _ in range(repeat_count):
-            alone_s = self._time_compute(count)
-            for _ in range(BESIDE_COUNT):
+            alone_s = self._time_compute(compute_count)
+            for _ in range(pair_count):
                 self.arena.start_offload(self._out_offset, self._source_by_nbytes[nbytes])
                 self.arena.start_reload(self._back_offset, self._destination_by_nbytes[nbytes])
-            beside_s = self._time_compute(count)
+            lost_s.append(self._time_compute(compute_count) - alone_s)
             self.arena.wait_offload(self._out_offset)
             self.arena.wait_reload(self._back_offset)
-            lost_s.append((beside_s - alone_s) / BESIDE_COUNT)
-        return max(0.0, statistics.median(lost_s))
+        return max(0.0, statistics.median(lost_s) / (2 * pair_count))
 
     def _time_compute(self, count: int) -> float:
         self._finish_compute()

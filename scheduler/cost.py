@@ -37,7 +37,6 @@ class CostModel:
         forward_count: How many of the ops are forward.
         caller_bytes: What the caller holds all along.
         host_capacity_bytes: Most bytes that the host tier can hold.
-        drag_fraction: Seconds of compute that are lost for each second of copying.
         layout: When what is planned is needed.
         planned: Saved tensors and checkpoints by name, in order of birth.
         nbytes: Size of each of them as the allocator rounds it.
@@ -57,7 +56,6 @@ class CostModel:
         self._cost_by_key = {cost.key: cost for cost in machine.ops}
         self._link = machine.link
         self.host_capacity_bytes = machine.link.capacity_bytes
-        self.drag_fraction = machine.link.drag_fraction
         self._alignment_bytes = machine.alignment_bytes
         missing = sorted({op.cost_key for op in graph.ops if op.cost_key} - set(self._cost_by_key))
         if missing:
@@ -119,6 +117,13 @@ class CostModel:
         times_s = link.d2h_s if direction == "d2h" else link.h2d_s
         alone_s = _interpolated(link.sizes_bytes, times_s, nbytes)
         return alone_s / _duplex_fraction(link, direction) if both_ways else alone_s
+
+    def drag_s(self, nbytes: int) -> float:
+        """Return the time that compute loses to one copy beside it."""
+        link = self._link
+        return (
+            max(0.0, _interpolated(link.sizes_bytes, link.drag_s, nbytes)) if link.drag_s else 0.0
+        )
 
 
 def _duplex_fraction(link: LinkProfile, direction: Direction) -> float:

@@ -176,7 +176,7 @@ class _Clock:
         self._d2h_free_s = start_s + copy_s
         self._copied_at_s[name] = self._d2h_free_s
         self._offloaded_bytes += nbytes
-        self._drag(copy_s)
+        self._drag(nbytes)
         return start_s, self._d2h_free_s
 
     def _reload(self, now_s: float, name: str) -> tuple[float, float]:
@@ -186,13 +186,13 @@ class _Clock:
         copy_s = self._cost.copy_s(nbytes, "h2d", both_ways=both_ways)
         self._h2d_free_s = start_s + copy_s
         self._copied_at_s[name] = self._h2d_free_s
-        self._drag(copy_s)
+        self._drag(nbytes)
         return start_s, self._h2d_free_s
 
-    def _drag(self, copy_s: float) -> None:
+    def _drag(self, nbytes: int) -> None:
         """Slow the ops beside a copy; a wait for it is the shorter for that."""
-        self._dragged_s += copy_s * self._cost.drag_fraction
-        self._added_s += copy_s * self._cost.drag_fraction
+        self._dragged_s += self._cost.drag_s(nbytes)
+        self._added_s += self._cost.drag_s(nbytes)
 
     def _wait(self, now_s: float, name: str) -> tuple[float, float]:
         stall_s = max(0.0, self._copied_at_s[name] - now_s)

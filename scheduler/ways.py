@@ -121,7 +121,7 @@ def _moved(
     return Option(
         way,
         0,
-        compute_s + cost.drag_fraction * (d2h_s + h2d_s),
+        compute_s + 2 * cost.drag_s(nbytes),
         d2h_s,
         h2d_s,
         exposed_s=max(0.0, d2h_s + h2d_s - gap_s),

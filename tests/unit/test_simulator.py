@@ -173,11 +173,11 @@ def test_copies_slow_the_ops_beside_them(tiny: Any) -> None:
     graph = tiny.chain(2)
     actions = {"f0": Offload(codec=None, wait_after=1, reload_before=2)}
     free = tiny.link(2000.0, 2000.0)
-    dragging = dataclasses.replace(free, drag_fraction=0.4)
+    dragging = dataclasses.replace(free, drag_s=(0.0, 200.0))
     alone = simulate(graph, tiny.machine(graph, free), actions).prediction
     slowed = simulate(graph, tiny.machine(graph, dragging), actions).prediction
     assert alone.dragged_s == 0.0 and alone.exposed_s == 0.0
-    # Half a second each way.
+    # A fifth of a second for a copy of 1,000 bytes.
     assert slowed.dragged_s == pytest.approx(0.4)
     assert slowed.step_s == pytest.approx(alone.step_s + 0.4)
 
@@ -186,7 +186,12 @@ def test_a_copy_that_is_waited_for_at_once_takes_as_long_as_ever(tiny: Any) -> N
     graph = tiny.chain(2)
     actions = {"f1": Offload(codec=None, wait_after=1, reload_before=2)}
     free = tiny.link(100.0, 100.0)
-    dragging = dataclasses.replace(free, drag_fraction=0.4)
+    dragging = dataclasses.replace(free, drag_s=(0.0, 200.0))
     alone = simulate(graph, tiny.machine(graph, free), actions).prediction
     slowed = simulate(graph, tiny.machine(graph, dragging), actions).prediction
     assert slowed.step_s == pytest.approx(alone.step_s)
+
+
+def test_a_drag_is_told_for_each_size_of_copy(tiny: Any) -> None:
+    with pytest.raises(ValueError, match="a drag for each size"):
+        dataclasses.replace(tiny.link(100.0, 100.0), drag_s=(1.0,))
