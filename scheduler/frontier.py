@@ -7,7 +7,7 @@ never raises the peak.
 Several paths (`scheduler.paths`) walk down from keeping everything; each charges the link
 otherwise.  Where a path first fits a level of memory, its copies are placed for that level and
 the simulator judges the whole.  Small graphs are searched further, a tensor or
-two at a time.
+two at a time, and the smallest through and through.
 
     levels between the floor and keeping everything     8 to 24, fewer for more ops
     finer levels about the one that is asked for        8
@@ -15,6 +15,7 @@ two at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, pairwise, product
@@ -43,6 +44,9 @@ _CHARGES = ((0.0, 1.0), (0.2, 1.0), (1.0, 1.0), (NEVER, 1.0), (0.0, NEVER))
 _SEARCH_EVENTS = 60_000
 _SEARCH_LEAST, _SEARCH_MOST, _SEARCH_WIDTH = 200, 1500, 2
 """Ops and plans that may be simulated to search further, and tensors that change at once."""
+
+_EXHAUST_LEVELS_LEAST, _EXHAUST_LEVELS_MOST = 3, 12
+"""Limits for which the copies of every possible plan are placed, if all are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,10 +194,37 @@ class Frontier:
         ]
 
     def _search(self) -> None:
-        """Change a tensor or two of the unbeaten plans, while the graph is small enough."""
-        left = min(_SEARCH_EVENTS // max(1, len(self._cost.duration_s)), _SEARCH_MOST)
-        if left < _SEARCH_LEAST:
+        """Search a small graph further: through all ways if they are few, or near the best."""
+        most = min(_SEARCH_EVENTS // max(1, len(self._cost.duration_s)), _SEARCH_MOST)
+        if most < _SEARCH_LEAST:
             return
+        level_count = most // math.prod(len(offered) for offered in self._options.values())
+        if level_count >= _EXHAUST_LEVELS_LEAST:
+            self._exhaust(min(level_count, _EXHAUST_LEVELS_MOST))
+        else:
+            self._improve(most)
+
+    def _exhaust(self, level_count: int) -> None:
+        """Try every way of every tensor, with copies placed for no limit and for several."""
+        every = [
+            {
+                name: option.way
+                for name, option in zip(self._options, chosen, strict=True)
+                if option.way != "keep"
+            }
+            for chosen in product(*self._options.values())
+        ]
+        legal = [ways for ways in every if self._is_legal(ways)]
+        self._found += [self._placed(ways, 0) for ways in legal]
+        # A plan can use what another one uses at the least.
+        used = sorted({found.used_bytes for found in self._found})
+        levels = [self._limit(nbytes) for nbytes in used[:: -(-len(used) // (level_count - 2))]]
+        for limit in (float("inf"), *levels):
+            self._found += [self._placed(ways, limit) for ways in legal if _moves(ways)]
+        self._found += self._polished()
+
+    def _improve(self, left: int) -> None:
+        """Change a tensor or two of the unbeaten plans, so many times at most."""
         done: set[tuple[int, tuple[tuple[str, Way], ...]]] = set()
         width = 1
         while width <= _SEARCH_WIDTH:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import assert_never
@@ -116,6 +116,7 @@ class _Move:
     use: int
     nbytes: int
     held_bytes: int
+    is_packed: bool
     d2h_s: float
     h2d_s: float
 
@@ -129,6 +130,7 @@ class _Move:
             use=life.use,
             nbytes=nbytes,
             held_bytes=cost.rounded(nbytes),
+            is_packed=action.codec is not None,
             d2h_s=cost.copy_s(nbytes, "d2h"),
             h2d_s=cost.copy_s(nbytes, "h2d"),
         )
@@ -182,7 +184,7 @@ def _place_waits(
     now_s = engine_free_s = 0.0
     for position in range(cost.forward_count):
         # What this op is the last to read is saved as soon as it has run.
-        joining = sum(moves[name].held_bytes for name in idle.get(position, ()))
+        joining = _joining_bytes([moves[name] for name in idle.get(position, ())])
         room = limit.nbytes - int(memory[position]) - (joining if limit.saved_only else 0)
         while held:
             ends_s, name = held[0]
@@ -204,6 +206,12 @@ def _place_waits(
     return wait_after
 
 
+def _joining_bytes(moves: Sequence[_Move]) -> int:
+    """Return what sources hold that instant copies do not; those see each source's packing."""
+    seen = max((move.held_bytes for move in moves if move.is_packed), default=0)
+    return sum(move.held_bytes for move in moves) - seen
+
+
 def _place_reloads(
     cost: CostModel,
     moves: Mapping[str, _Move],
@@ -211,14 +219,17 @@ def _place_reloads(
     starts_s: NDArray[np.float64],
     limit: Limit,
 ) -> dict[str, int]:
-    """Sweep the uses backward: start each copy as late as hides it, later if memory is short."""
-    reload_before: dict[str, int] = {}
-    memory = memory.copy()
+    """Start each copy as late as hides it; where memory is short, the sooner use goes first."""
+    hidden_at: dict[str, int] = {}
     next_start_s = float("inf")
     for name, move in sorted(moves.items(), key=lambda item: -item[1].use):
         next_start_s = min(next_start_s, float(starts_s[move.use])) - move.h2d_s
         position = int(np.searchsorted(starts_s[: move.use + 1], next_start_s, side="right")) - 1
-        position = max(position, cost.forward_count)
+        hidden_at[name] = max(position, cost.forward_count)
+    reload_before: dict[str, int] = {}
+    memory = memory.copy()
+    for name in reversed(hidden_at):
+        move, position = moves[name], hidden_at[name]
         window = memory[position : move.use] + move.held_bytes > limit.nbytes
         too_full = np.flatnonzero(window)
         if too_full.size:

@@ -15,6 +15,9 @@ from backhaul.scheduler.bound import least_step_s
 from backhaul.scheduler.planner import frontier, keep_all
 
 GRAPHS = range(12)
+# Where a local search, a later use that was served first, or a packed source that was counted
+# twice made a plan too slow, or no plan at all.
+ONCE_MISSED = (26, 62, 92, 110)
 
 
 @pytest.fixture(name="optimality", scope="module")
@@ -29,7 +32,8 @@ def _optimality() -> ModuleType:
 
 def test_small_graphs_are_planned_near_the_best(optimality: ModuleType) -> None:
     gaps = [gap for seed in GRAPHS for gap in optimality.small_gaps(seed)]
-    assert len(gaps) > 40
+    gaps += [gap for seed in ONCE_MISSED for gap in optimality.small_gaps(seed)]
+    assert len(gaps) > 60
     assert statistics.fmean(gaps) <= 0.01 and max(gaps) <= 0.05
 
 
