@@ -207,11 +207,7 @@ class Frontier:
     def _exhaust(self, level_count: int) -> None:
         """Try every way of every tensor, with copies placed for no limit and for several."""
         every = [
-            {
-                name: option.way
-                for name, option in zip(self._options, chosen, strict=True)
-                if option.way != "keep"
-            }
+            _changed(zip(self._options, chosen, strict=True))
             for chosen in product(*self._options.values())
         ]
         legal = [ways for ways in every if self._is_legal(ways)]
@@ -270,12 +266,13 @@ def _neighbours(
             if any(option.way == way for option, way in zip(chosen, current, strict=True)):
                 continue
             changed = {name: way for name, way in near.items() if name not in names}
-            changed |= {
-                name: option.way
-                for name, option in zip(names, chosen, strict=True)
-                if option.way != "keep"
-            }
+            changed |= _changed(zip(names, chosen, strict=True))
             yield dict(sorted(changed.items()))
+
+
+def _changed(chosen: Iterable[tuple[str, Option]]) -> dict[str, Way]:
+    """Return the ways of the tensors that are not kept."""
+    return {name: option.way for name, option in chosen if option.way != "keep"}
 
 
 def _moves(ways: Ways) -> bool:

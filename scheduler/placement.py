@@ -4,8 +4,8 @@ Given what happens to each tensor, the freedom left is *when*.  Memory decides i
 out is waited for at the first op that begins after the copy has ended, so that nothing
 stalls, and sooner, oldest first, where the op would not fit beside what is still being
 copied.  A copy back is started as late as it can be and still be hidden behind compute,
-and later where memory is short.  This is one sweep each way over the ops, as a pager with
-known accesses would do it; the simulator then says what the result costs.
+and later where memory is short, what is used sooner first.  These are sweeps over the ops, as
+a pager with known accesses would do it; the simulator then says what the result costs.
 """
 
 from __future__ import annotations

@@ -172,8 +172,7 @@ class _Clock:
         nbytes = self._moved_bytes(name)
         start_s = max(now_s, self._d2h_free_s)
         both_ways = self._h2d_free_s > start_s
-        copy_s = self._cost.copy_s(nbytes, "d2h", both_ways=both_ways)
-        self._d2h_free_s = start_s + copy_s
+        self._d2h_free_s = start_s + self._cost.copy_s(nbytes, "d2h", both_ways=both_ways)
         self._copied_at_s[name] = self._d2h_free_s
         self._offloaded_bytes += nbytes
         self._drag(nbytes)
@@ -183,16 +182,16 @@ class _Clock:
         start_s = max(now_s, self._h2d_free_s, self._copied_at_s[name])
         both_ways = self._d2h_free_s > start_s
         nbytes = self._moved_bytes(name)
-        copy_s = self._cost.copy_s(nbytes, "h2d", both_ways=both_ways)
-        self._h2d_free_s = start_s + copy_s
+        self._h2d_free_s = start_s + self._cost.copy_s(nbytes, "h2d", both_ways=both_ways)
         self._copied_at_s[name] = self._h2d_free_s
         self._drag(nbytes)
         return start_s, self._h2d_free_s
 
     def _drag(self, nbytes: int) -> None:
         """Slow the ops beside a copy; a wait for it is the shorter for that."""
-        self._dragged_s += self._cost.drag_s(nbytes)
-        self._added_s += self._cost.drag_s(nbytes)
+        drag_s = self._cost.drag_s(nbytes)
+        self._dragged_s += drag_s
+        self._added_s += drag_s
 
     def _wait(self, now_s: float, name: str) -> tuple[float, float]:
         stall_s = max(0.0, self._copied_at_s[name] - now_s)

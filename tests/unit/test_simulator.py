@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from backhaul.records import Action, Compress, Offload
+from backhaul.records import Action, Compress, Offload, Prediction
 from backhaul.scheduler.simulator import Simulation, simulate
 
 
@@ -169,13 +169,20 @@ def test_temporaries_outputs_and_gradients_are_no_saved_activations(tiny: Any) -
     assert [m.saved_bytes for m in simulation.moments] == [0, 0, 2000, 1000]
 
 
-def test_copies_slow_the_ops_beside_them(tiny: Any) -> None:
+def _alone_and_dragged(tiny: Any, name: str, bytes_per_s: float) -> tuple[Prediction, Prediction]:
+    """Offload one tensor over a link that takes nothing from compute, and over one that does."""
     graph = tiny.chain(2)
-    actions = {"f0": Offload(codec=None, wait_after=1, reload_before=2)}
-    free = tiny.link(2000.0, 2000.0)
+    actions = {name: Offload(codec=None, wait_after=1, reload_before=2)}
+    free = tiny.link(bytes_per_s, bytes_per_s)
     dragging = dataclasses.replace(free, drag_s=(0.0, 200.0))
-    alone = simulate(graph, tiny.machine(graph, free), actions).prediction
-    slowed = simulate(graph, tiny.machine(graph, dragging), actions).prediction
+    alone, dragged = (
+        simulate(graph, tiny.machine(graph, link), actions).prediction for link in (free, dragging)
+    )
+    return alone, dragged
+
+
+def test_copies_slow_the_ops_beside_them(tiny: Any) -> None:
+    alone, slowed = _alone_and_dragged(tiny, "f0", 2000.0)
     assert alone.dragged_s == 0.0 and alone.exposed_s == 0.0
     # A fifth of a second for a copy of 1,000 bytes.
     assert slowed.dragged_s == pytest.approx(0.4)
@@ -183,12 +190,7 @@ def test_copies_slow_the_ops_beside_them(tiny: Any) -> None:
 
 
 def test_a_copy_that_is_waited_for_at_once_takes_as_long_as_ever(tiny: Any) -> None:
-    graph = tiny.chain(2)
-    actions = {"f1": Offload(codec=None, wait_after=1, reload_before=2)}
-    free = tiny.link(100.0, 100.0)
-    dragging = dataclasses.replace(free, drag_s=(0.0, 200.0))
-    alone = simulate(graph, tiny.machine(graph, free), actions).prediction
-    slowed = simulate(graph, tiny.machine(graph, dragging), actions).prediction
+    alone, slowed = _alone_and_dragged(tiny, "f1", 100.0)
     assert slowed.step_s == pytest.approx(alone.step_s)
 
 
