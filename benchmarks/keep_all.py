@@ -17,6 +17,7 @@ import time
 
 import torch
 import torchvision
+from allocator import keep_freed_memory
 
 import backhaul
 from backhaul.runtime.memory import measure_peak_bytes
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--pairs", type=int, default=9)
     options = parser.parse_args()
+    keep_freed_memory()
     for name in MODELS:
         result = compare(name, torch.device(options.device), options.batch, options.pairs)
         print(json.dumps(result))
