@@ -13,12 +13,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from backhaul.records import LinkProfile, OpCost
+from backhaul.records import LinkProfile, OpCost, SlotRecord
+from backhaul.runtime import ops
 from backhaul.runtime.links import Arena, Link
 from backhaul.runtime.measure_ops import untraced
 from backhaul.runtime.op_cache import OpCache
+from backhaul.runtime.session import Session
 
 __all__ = ["measure_link"]
+
+_OPS = getattr(torch.ops, ops.NAMESPACE)
 
 SIZES_BYTES = (64 * 2**10, 2**20, 16 * 2**20, 64 * 2**20)
 REPEAT_COUNT = 5
@@ -71,26 +75,27 @@ def measure_link(
 def _measure(
     link: Link, device: torch.device, sizes: tuple[int, ...], repeat_count: int
 ) -> list[float]:
-    bench = _Bench(link.reserve(2 * sizes[-1]), device, sizes)
+    bench = _CopyBench(link.reserve(2 * sizes[-1]), device, sizes)
     try:
         bench.warm_up()
         d2h_s = tuple(_median_s(bench.time_offload, size, repeat_count) for size in sizes)
         h2d_s = tuple(_median_s(bench.time_reload, size, repeat_count) for size in sizes)
         busy_d2h_s = _median_s(bench.time_offload_while_reloading, sizes[-1], repeat_count)
         busy_h2d_s = _median_s(bench.time_reload_while_offloading, sizes[-1], repeat_count)
-        drag_s = tuple(
-            bench.time_drag(size, out_s + back_s, repeat_count)
-            for size, out_s, back_s in zip(sizes, d2h_s, h2d_s, strict=True)
-        )
     finally:
         bench.arena.release()
+    compute = _ComputeBench(device)
+    drag_s = [
+        compute.time_drag(link, size, out_s + back_s, repeat_count)
+        for size, out_s, back_s in zip(sizes, d2h_s, h2d_s, strict=True)
+    ]
     return [*d2h_s, *h2d_s, busy_d2h_s, busy_h2d_s, *drag_s]
 
 
 def _cache_keys(link: Link, sizes: Sequence[int]) -> list[str]:
     names = [f"{way} {size}" for way in ("offload", "reload") for size in sizes]
     names += ["offload while reloading", "reload while offloading"]
-    names += [f"compute lost to {size}" for size in sizes]
+    names += [f"step lost to {size}" for size in sizes]
     return [f"link {link.tier} {link.location}: {name}" for name in names]
 
 
@@ -117,7 +122,7 @@ def _profile(
     )
 
 
-class _Bench:
+class _CopyBench:
     """Two slots of one arena, one for each direction, and tensors of each size at the near end."""
 
     def __init__(self, arena: Arena, device: torch.device, sizes_bytes: tuple[int, ...]) -> None:
@@ -125,17 +130,10 @@ class _Bench:
         self._device = device
         self._largest_bytes = sizes_bytes[-1]
         self._out_offset, self._back_offset = 0, self._largest_bytes
-        # Random, as a file system may compress what it stores.
-        self._source_by_nbytes = {
-            nbytes: torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
-            for nbytes in sizes_bytes
-        }
+        self._source_by_nbytes = {nbytes: _random(nbytes, device) for nbytes in sizes_bytes}
         self._destination_by_nbytes = {
             nbytes: torch.zeros(nbytes, dtype=torch.uint8, device=device) for nbytes in sizes_bytes
         }
-
-        self._matrix = torch.rand(MATRIX_SIDE, MATRIX_SIDE, device=device)
-        self._product = torch.empty_like(self._matrix)
 
     def warm_up(self) -> None:
         """Write both slots and read them."""
@@ -181,44 +179,108 @@ class _Bench:
         self.arena.wait_offload(self._out_offset)
         return duration_s
 
-    def time_drag(self, nbytes: int, copies_s: float, repeat_count: int) -> float:
-        """Time how much longer compute takes for each copy beside it.
+    def _finish_compute(self) -> None:
+        _finish_compute(self._device)
+
+
+class _ComputeBench:
+    """A product of matrices, alone and beside copies."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._matrix = torch.rand(MATRIX_SIDE, MATRIX_SIDE, device=device)
+        self._product = torch.empty_like(self._matrix)
+
+    def time_drag(self, link: Link, nbytes: int, copies_s: float, repeat_count: int) -> float:
+        """Time how much longer compute takes for each copy, its start and its wait included.
 
         Args:
+            link: Makes the copies.
             nbytes: Size of the copies.
             copies_s: Time of one copy each way, alone.
             repeat_count: How often compute is timed alone and beside copies, in turn.
         """
         pair_count = min(max(round(BESIDE_S / copies_s), 1), BESIDE_MOST)
         self._compute(1)
-        one_s = min(self._time_compute(1) for _ in range(repeat_count))
-        compute_count = 1 + round(2 * pair_count * copies_s / one_s)
-        lost_s = []
-        for _ in range(repeat_count):
-            alone_s = self._time_compute(compute_count)
-            for _ in range(pair_count):
-                self.arena.start_offload(self._out_offset, self._source_by_nbytes[nbytes])
-                self.arena.start_reload(self._back_offset, self._destination_by_nbytes[nbytes])
-            lost_s.append(self._time_compute(compute_count) - alone_s)
-            self.arena.wait_offload(self._out_offset)
-            self.arena.wait_reload(self._back_offset)
+        one_s = min(self._time(1) for _ in range(repeat_count))
+        product_count = 1 + round(2 * copies_s / one_s)
+        copies = _Copies(link, _random(nbytes, self._device))
+        try:
+            self._time(product_count, 1, copies)
+            lost_s = [
+                self._time(product_count, pair_count, copies)
+                - self._time(product_count, pair_count)
+                for _ in range(repeat_count)
+            ]
+        finally:
+            copies.close()
         return max(0.0, statistics.median(lost_s) / (2 * pair_count))
 
-    def _time_compute(self, count: int) -> float:
-        self._finish_compute()
+    def _time(
+        self, product_count: int, pair_count: int = 1, copies: _Copies | None = None
+    ) -> float:
+        _finish_compute(self._device)
         begin_s = time.perf_counter()
-        self._compute(count)
-        self._finish_compute()
+        for _ in range(pair_count):
+            if copies is not None:
+                copies.start()
+            self._compute(product_count)
+            if copies is not None:
+                copies.wait()
+        _finish_compute(self._device)
         return time.perf_counter() - begin_s
 
-    def _compute(self, count: int) -> None:
-        for _ in range(count):
+    def _compute(self, product_count: int) -> None:
+        for _ in range(product_count):
             torch.mm(self._matrix, self._matrix, out=self._product)
 
-    def _finish_compute(self) -> None:
-        """Let the host wait for the compute stream, and for no transfer stream."""
-        if self._device.type != "cpu":
-            torch.accelerator.current_stream(self._device).synchronize()
+
+class _Copies:
+    """A copy each way, made as a rewritten graph makes them: by its ops, back to a new tensor."""
+
+    def __init__(self, link: Link, source: torch.Tensor) -> None:
+        nbytes = source.numel()
+        slots = [SlotRecord(tensor="", offset_bytes=i * nbytes, nbytes=nbytes) for i in (0, 1)]
+        self._session = Session(link, slots, 2 * nbytes)
+        self._source = source
+        self._token = _OPS.begin_step(self._session.session_id, len(slots))
+        # What the copies back bring.
+        self._stored = _OPS.offload_wait(_OPS.offload(source, self._token, 1), source)
+
+    def start(self) -> None:
+        """Start both."""
+        source = self._source
+        self._out = _OPS.offload(source, self._token, 0)
+        self._back = _OPS.reload(
+            self._stored,
+            source.shape,
+            source.stride(),
+            0,
+            source.numel(),
+            source.dtype,
+            source.device,
+        )
+
+    def wait(self) -> None:
+        """Wait for both."""
+        _OPS.offload_wait(self._out, self._source)
+        _OPS.reload_wait(self._back, self._stored)
+        del self._back
+
+    def close(self) -> None:
+        """Give the arena back."""
+        self._session.close()
+
+
+def _random(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return bytes that a file system cannot compress."""
+    return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
+
+
+def _finish_compute(device: torch.device) -> None:
+    """Let the host wait for the compute stream, and for no transfer stream."""
+    if device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def _median_s(measure: Callable[[int], float], nbytes: int, repeat_count: int) -> float:

@@ -32,6 +32,7 @@ class ClockedArena:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._pending: dict[str, list[int]] = {"out": [], "back": []}
+        self.release_count = 0
 
     def start_offload(self, offset: int, source: torch.Tensor) -> None:
         self._pending["out"].append(source.numel())
@@ -40,23 +41,28 @@ class ClockedArena:
         self._pending["back"].append(destination.numel())
 
     def compute(self, count: int) -> None:
-        """Take five seconds a product, and thirty more if there are copies beside them."""
+        """Take five seconds a product, and thirty more if copies are made meanwhile."""
         self._clock.now_s += 5.0 * count
         if any(self._pending.values()):
             self._clock.now_s += 30.0
+            self._pending = {"out": [], "back": []}
 
     def wait_offload(self, offset: int) -> None:
+        if not self._pending["out"]:
+            return
         slowdown = 4.0 if self._pending["back"] else 1.0
         self._clock.now_s += slowdown * self._pending["out"].pop() * 2.0
         self._pending["out"].clear()
 
     def wait_reload(self, offset: int) -> None:
+        if not self._pending["back"]:
+            return
         slowdown = 2.0 if self._pending["out"] else 1.0
         self._clock.now_s += slowdown * self._pending["back"].pop() * 3.0
         self._pending["back"].clear()
 
     def release(self) -> None:
-        self._clock = Clock()
+        self.release_count += 1
 
 
 class ClockedLink:
@@ -78,15 +84,19 @@ def test_each_direction_is_timed_alone_and_against_the_other(
     clock = Clock()
     monkeypatch.setattr(module, "time", clock)
     link: Any = ClockedLink(clock)
-    monkeypatch.setattr(module._Bench, "_compute", lambda _, count: link.arena.compute(count))
+    monkeypatch.setattr(
+        module._ComputeBench, "_compute", lambda _, count: link.arena.compute(count)
+    )
     profile = measure_link(link, CPU, sizes_bytes=(20, 10))
     assert profile.sizes_bytes == (10, 20)
     assert profile.d2h_s == (20.0, 40.0)
     assert profile.h2d_s == (30.0, 60.0)
     assert profile.duplex_d2h_fraction == 0.25
     assert profile.duplex_h2d_fraction == 0.5
-    # One copy each way ran beside compute, which lost 30 seconds to the two.
+    # One copy each way was made beside compute, which lost 30 seconds to the two.
     assert profile.drag_s == (15.0, 15.0)
+    # One arena for the copies alone, and one a size for those beside compute.
+    assert link.arena.release_count == 3
     assert (profile.tier, profile.capacity_bytes, profile.source) == ("clocked", 123, "measured")
 
 
