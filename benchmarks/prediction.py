@@ -5,11 +5,11 @@
 
 Each model is trained for a few steps under plans for 100, 80, 60 and 40 % of its saved
 activations, and for the least that it can do with.  The allocator says what the peak was, the
-clock what a step took: machines drift, so the ops are measured, and steps timed right after, in
-each of a few rounds, and the medians are reported.  Gradients are compared bit for bit with the
-plan that keeps everything.  Prints a JSON line a run, then the table of docs/measured.md.  With
-`--smallest`, models of full size are trained with everything kept and with the least that they
-can do with.
+clock what a step took: machines drift, so that in each of a few rounds the ops are measured
+anew, the step is predicted from that, and steps are timed right after; the medians are
+reported.  Gradients are compared bit for bit with the plan that keeps everything.  Prints a JSON
+line a run, then the table of docs/measured.md.  With `--smallest`, models of full size are
+trained with everything kept and with the least that they can do with.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,9 @@ from torch import Tensor, nn
 
 import backhaul
 from backhaul.errors import BudgetError
+from backhaul.records import MachineProfile, Plan
 from backhaul.runtime.memory import measure_peak_bytes
+from backhaul.scheduler.simulator import simulate
 
 SHARES = (1.0, 0.8, 0.6, 0.4, 0.0)
 Case = tuple[nn.Module, Any]
@@ -161,22 +163,35 @@ def step_of(module: nn.Module, sample: Any) -> Callable[[], Tensor]:
     return step
 
 
-def gradients(model: nn.Module) -> list[Tensor]:
-    """Copy the gradients of all parameters."""
+def gradients(
+    model: nn.Module, state: Mapping[str, Tensor], step: Callable[[], Tensor]
+) -> list[Tensor]:
+    """Run a step from a state, and copy the gradients of all parameters."""
+    model.load_state_dict(state)
+    model.zero_grad(set_to_none=True)
+    step()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
 def optimized(model: nn.Module, sample: Any, share: float) -> nn.Module:
-    """Plan for a share of the saved activations, or the least; ops are measured afresh."""
-    torch._dynamo.reset()
+    """Plan for a share of the saved activations, or the least."""
+    try:
+        return backhaul.optimize(model, sample, activation_budget=share or 1)
+    except BudgetError as error:
+        return backhaul.optimize(model, sample, activation_budget=error.smallest_bytes)
+
+
+def machine_now(model: nn.Module, sample: Any) -> MachineProfile:
+    """Measure every op and copy afresh."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["BACKHAUL_CACHE_DIR"] = folder
-        try:
-            return backhaul.optimize(model, sample, activation_budget=share or 1)
-        except BudgetError as error:
-            torch._dynamo.reset()
-            least = error.smallest_bytes
-            return backhaul.optimize(model, sample, activation_budget=least)
+        return backhaul.plan(model, sample, activation_budget=1.0).machine
+
+
+def predicted_s(plan: Plan, machine: MachineProfile) -> float:
+    """Predict a step of a plan from later measurements."""
+    actions = {decision.tensor: decision.action for decision in plan.decisions}
+    return simulate(plan.graph, machine, actions).prediction.step_s
 
 
 def step_s(step: Callable[[], Tensor], model: nn.Module, device: torch.device) -> float:
@@ -190,46 +205,48 @@ def step_s(step: Callable[[], Tensor], model: nn.Module, device: torch.device) -
 
 
 def measured(
-    name: str, make: Callable[[], Case], share: float, rounds: int, device: torch.device
-) -> dict[str, Any]:
-    """Plan one model for one budget, train a few steps, and compare."""
+    name: str,
+    make: Callable[[], Case],
+    shares: Sequence[float],
+    rounds: int,
+    device: torch.device,
+) -> Iterator[dict[str, Any]]:
+    """Plan one model for each budget, train a few steps of each, and compare."""
     torch.manual_seed(0)
+    torch._dynamo.reset()
     model, sample = make()
     model = model.to(device).train()
     sample = torch.utils._pytree.tree_map(lambda each: each.to(device), sample)
     state = {key: value.clone() for key, value in model.state_dict().items()}
-    predicted_s, measured_s = [], []
-    for _ in range(rounds):
+    kept = step_of(backhaul.optimize(model, sample, planner="keep_all"), sample)
+    plans, steps = [], []
+    for share in shares:
         module = optimized(model, sample, share)
-        step = step_of(module, sample)
-        step()
-        predicted_s.append(module.plan.predicted.step_s)
-        measured_s.append(statistics.median(step_s(step, model, device) for _ in range(5)))
-    plan = module.plan
-    model.zero_grad(set_to_none=True)
-    peak_bytes = measure_peak_bytes(step, device).peak_bytes
-    model.load_state_dict(state)
-    model.zero_grad(set_to_none=True)
-    step()
-    found = gradients(model)
-    model.load_state_dict(state)
-    model.zero_grad(set_to_none=True)
-    torch._dynamo.reset()
-    kept = backhaul.optimize(model, sample, planner="keep_all")
-    step_of(kept, sample)()
-    is_equal = all(map(torch.equal, found, gradients(model)))
-    return {
-        "model": name,
-        "share": share,
-        "saved_bytes": plan.predicted.saved_peak_bytes,
-        "saved_fraction": plan.predicted.saved_peak_bytes / plan.baseline.saved_peak_bytes,
-        "predicted_peak_bytes": plan.predicted.step_peak_bytes,
-        "measured_peak_bytes": peak_bytes,
-        "predicted_s": statistics.median(predicted_s),
-        "measured_s": statistics.median(measured_s),
-        "late": statistics.median(map(operator.truediv, measured_s, predicted_s)) - 1,
-        "bit_equal": is_equal,
-    }
+        plans.append(module.plan)
+        steps.append(step_of(module, sample))
+        steps[-1]()
+    told_s: list[list[float]] = [[] for _ in shares]
+    took_s: list[list[float]] = [[] for _ in shares]
+    for _ in range(rounds):
+        machine = machine_now(model, sample)
+        for told, took, plan, step in zip(told_s, took_s, plans, steps, strict=True):
+            told.append(predicted_s(plan, machine))
+            took.append(statistics.median(step_s(step, model, device) for _ in range(3)))
+    expected = gradients(model, state, kept)
+    for share, plan, step, told, took in zip(shares, plans, steps, told_s, took_s, strict=True):
+        model.zero_grad(set_to_none=True)
+        yield {
+            "model": name,
+            "share": share,
+            "saved_bytes": plan.predicted.saved_peak_bytes,
+            "saved_fraction": plan.predicted.saved_peak_bytes / plan.baseline.saved_peak_bytes,
+            "predicted_peak_bytes": plan.predicted.step_peak_bytes,
+            "measured_peak_bytes": measure_peak_bytes(step, device).peak_bytes,
+            "predicted_s": statistics.median(told),
+            "measured_s": statistics.median(took),
+            "late": statistics.median(map(operator.truediv, took, told)) - 1,
+            "bit_equal": all(map(torch.equal, expected, gradients(model, state, step))),
+        }
 
 
 def main() -> None:
@@ -246,10 +263,9 @@ def main() -> None:
     names = arguments.models.split(",") if arguments.models else models
     keep_freed_memory()
     lines = []
+    device = torch.device(arguments.device)
     for name in names:
-        for share in shares:
-            device = torch.device(arguments.device)
-            line = measured(name, models[name], share, arguments.rounds, device)
+        for line in measured(name, models[name], shares, arguments.rounds, device):
             lines.append(line)
             print(json.dumps(line), flush=True)
     print(smallest_table(lines) if arguments.smallest else table(lines))
