@@ -23,6 +23,7 @@ from torch import fx
 from backhaul.passes.op_calls import arguments_of, codec_call, spec_of
 from backhaul.records import CodecRecord
 from backhaul.runtime import codecs
+from backhaul.runtime.dense import is_dense
 from backhaul.runtime.measure_ops import OpCall, TensorSpec
 
 __all__ = ["CodecCalls", "codec_for"]
@@ -49,7 +50,7 @@ def codec_for(base: fx.Node, readers: list[tuple[fx.Node, fx.Node]]) -> CodecCal
         readers: Each backward node that reads the storage, with the view it reads.
     """
     value = base.meta["val"]
-    if not codecs.is_dense(value.size(), value.stride()) or value.numel() == 0:
+    if not is_dense(value.size(), value.stride()) or value.numel() == 0:
         return None
     if value.untyped_storage().nbytes() != value.numel() * value.element_size():
         return None

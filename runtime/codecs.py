@@ -10,7 +10,7 @@ not depend on the device:
 Whether a codec keeps a backward exact is the caller's to decide.  A packed tensor is flat
 and lists the elements in the memory order of the original, so that every dense layout
 (`is_dense`), channels-last among them, comes back with exactly its strides.  Work is cut
-into chunks: beside its input and its output a codec holds at most `_TEMPORARY_BYTES` of
+into chunks: beside its input and its output a codec holds at most `TEMPORARY_BYTES` of
 the device, and tables of a few windows.
 
 Each codec op has a `fake_` twin that makes its output without reading its input.
@@ -23,6 +23,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from backhaul.runtime.dense import chunk_length, empty_dense, memory_order, memory_ordered
+
 __all__ = [
     "can_pack_pool_offsets",
     "fake_narrow",
@@ -31,7 +33,6 @@ __all__ = [
     "fake_unpack_bits",
     "fake_unpack_pool_offsets",
     "fake_widen",
-    "is_dense",
     "narrow",
     "narrow_nbytes",
     "narrowest_dtype",
@@ -44,33 +45,8 @@ __all__ = [
     "widen",
 ]
 
-_TEMPORARY_BYTES = {"cpu": 512 << 10}
-_ACCELERATOR_TEMPORARY_BYTES = 64 << 20
-"""A CPU chunk stays in cache; an accelerator's is worth the launch of its kernels."""
-
 _GATHER_BITS = 0x0102040810204080
 """Times a word of eight bytes 0 or 1, byte i comes out as bit i of the highest byte."""
-
-
-def is_dense(size: Sequence[int], stride: Sequence[int]) -> bool:
-    """Say whether a geometry fills its memory exactly once, in some order of dimensions.
-
-    Example:
-        >>> is_dense((2, 3, 4, 5), (60, 1, 15, 3))  # channels-last
-        True
-        >>> is_dense((2, 3), (6, 1))  # every second row of four
-        False
-    """
-    if 0 in size:
-        return True
-    step = 1
-    for length, length_stride in sorted(zip(size, stride, strict=True), key=lambda dim: dim[1]):
-        if length == 1:
-            continue
-        if length_stride != step:
-            return False
-        step *= length
-    return True
 
 
 def pack_bits_nbytes(numel: int) -> int:
@@ -90,10 +66,10 @@ def pack_bits(x: torch.Tensor) -> torch.Tensor:
         Flat uint8 tensor of `pack_bits_nbytes(x.numel())`; element i is bit i % 8 of byte
         i // 8, and bits past the end are 0.
     """
-    flat = _memory_ordered(x)
+    flat = memory_ordered(x)
     numel = flat.numel()
     packed = x.new_empty(pack_bits_nbytes(numel), dtype=torch.uint8)
-    chunk = min(_chunk_length(x.device, bytes_per_element=1.0), 8 * packed.numel())
+    chunk = min(chunk_length(x.device, bytes_per_element=1.0), 8 * packed.numel())
     is_zero = x.new_empty(chunk, dtype=torch.bool)
     for start in range(0, numel, chunk or 1):
         part = flat[start : start + chunk]
@@ -123,14 +99,14 @@ def unpack_bits(
         stride: Its strides, dense.
         dtype: Its dtype.
     """
-    unpacked = _empty_dense(packed, size, stride, dtype, elements_per_packed=8)
-    flat = _memory_ordered(unpacked)
+    unpacked = empty_dense(packed, size, stride, dtype, elements_per_packed=8)
+    flat = memory_ordered(unpacked)
     numel = flat.numel()
     whole = numel // 8
     bits = torch.arange(8, device=packed.device)
     bytes_ = torch.arange(256, device=packed.device)
     table = ((bytes_[:, None] >> bits) & 1).to(dtype)
-    chunk = _chunk_length(packed.device, bytes_per_element=4.0)
+    chunk = chunk_length(packed.device, bytes_per_element=4.0)
     for start in range(0, whole, chunk):
         stop = min(start + chunk, whole)
         rows = flat[8 * start : 8 * stop].view(-1, 8)
@@ -194,10 +170,10 @@ def pack_pool_offsets(
     tap_by_distance[distances] = torch.arange(
         distances.numel(), dtype=torch.uint8, device=indices.device
     )
-    order = _memory_order(indices)
+    order = memory_order(indices)
     origins = _window_origins(indices, input_size[-1], kernel, stride, padding).permute(order)
     ordered = indices.permute(order)
-    chunk = _chunk_length(indices.device, bytes_per_element=8.0)
+    chunk = chunk_length(indices.device, bytes_per_element=8.0)
     for box, start, stop in _boxes(ordered.shape, chunk):
         distance = torch.sub(ordered[box], origins[box])
         # Without the bounds a stray index would be a fault of the whole device.
@@ -243,12 +219,12 @@ def unpack_pool_offsets(
         padding: Padding at each side.
         dilation: Distance of taps.
     """
-    indices = _empty_dense(packed, size, tensor_stride, torch.int64)
+    indices = empty_dense(packed, size, tensor_stride, torch.int64)
     distances = _tap_distances(kernel, dilation, input_size[-1], packed.device)
-    order = _memory_order(indices)
+    order = memory_order(indices)
     origins = _window_origins(indices, input_size[-1], kernel, stride, padding).permute(order)
     ordered, taps = indices.permute(order), packed.view(-1)
-    chunk = _chunk_length(packed.device, bytes_per_element=4.0)
+    chunk = chunk_length(packed.device, bytes_per_element=4.0)
     for box, start, stop in _boxes(ordered.shape, chunk):
         part = ordered[box]
         torch.index_select(distances, 0, taps[start:stop].int(), out=part.view(-1))
@@ -293,7 +269,7 @@ def narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     Returns:
         Flat tensor of `dtype`.
     """
-    return fake_narrow(x, dtype).copy_(_memory_ordered(x))
+    return fake_narrow(x, dtype).copy_(memory_ordered(x))
 
 
 def fake_narrow(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -312,8 +288,8 @@ def widen(
         stride: Its strides, dense.
         dtype: Its dtype.
     """
-    unpacked = _empty_dense(packed, size, stride, dtype)
-    _memory_ordered(unpacked).copy_(packed.view(-1))
+    unpacked = empty_dense(packed, size, stride, dtype)
+    memory_ordered(unpacked).copy_(packed.view(-1))
     return unpacked
 
 
@@ -322,48 +298,6 @@ def fake_widen(
 ) -> torch.Tensor:
     """Make the output of `widen` without reading the input."""
     return packed.new_empty_strided(size, stride, dtype=dtype)
-
-
-def _empty_dense(
-    packed: torch.Tensor,
-    size: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    *,
-    elements_per_packed: int = 1,
-) -> torch.Tensor:
-    """Make the tensor to unpack to, if the packed form is as long as it must be."""
-    _check_dense(size, stride)
-    if packed.numel() != -(-math.prod(size) // elements_per_packed):
-        raise ValueError(
-            f"{packed.numel()} packed elements were not packed from a tensor of size {tuple(size)}"
-        )
-    return packed.new_empty_strided(size, stride, dtype=dtype)
-
-
-def _check_dense(size: Sequence[int], stride: Sequence[int]) -> None:
-    if not is_dense(size, stride):
-        raise ValueError(
-            f"size {tuple(size)} with strides {tuple(stride)} is not dense, which codecs need"
-        )
-
-
-def _memory_ordered(x: torch.Tensor) -> torch.Tensor:
-    """View a dense tensor as its elements in memory order."""
-    _check_dense(x.shape, x.stride())
-    return x.as_strided((x.numel(),), (1,))
-
-
-def _memory_order(x: torch.Tensor) -> list[int]:
-    """List a dense tensor's dimensions from the outermost in memory to the innermost."""
-    _check_dense(x.shape, x.stride())
-    stride = x.stride()
-    return sorted(range(x.dim()), key=lambda dim: -stride[dim])
-
-
-def _chunk_length(device: torch.device, *, bytes_per_element: float) -> int:
-    temporary_bytes = _TEMPORARY_BYTES.get(device.type, _ACCELERATOR_TEMPORARY_BYTES)
-    return int(temporary_bytes / bytes_per_element)
 
 
 def _boxes(

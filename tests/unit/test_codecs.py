@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from backhaul.runtime import (
     codec_ops,  # noqa: F401  # defines the ops
     codecs,
+    dense,
 )
 from backhaul.runtime.memory import measure_peak_bytes
 
@@ -20,7 +21,7 @@ few_examples = settings(max_examples=40, deadline=None)
 @pytest.fixture
 def tiny_chunks(monkeypatch):
     """Cut even small tensors into many chunks."""
-    monkeypatch.setattr(codecs, "_TEMPORARY_BYTES", {"cpu": 64})
+    monkeypatch.setattr(dense, "TEMPORARY_BYTES", {"cpu": 64})
 
 
 @st.composite
@@ -86,15 +87,15 @@ def pool_indices(x, kernel, stride, padding, dilation, ceil_mode=False):
 def test_dense_is_every_permutation_of_a_contiguous_tensor_and_no_slice():
     x = torch.empty(2, 3, 4, 5)
     for order in itertools.permutations(range(4)):
-        assert codecs.is_dense(x.permute(order).shape, x.permute(order).stride())
+        assert dense.is_dense(x.permute(order).shape, x.permute(order).stride())
     for view in (x[:, ::2], x[:, :, :2], x[:1].expand(7, 3, 4, 5), x.unfold(3, 3, 1)):
-        assert not codecs.is_dense(view.shape, view.stride())
+        assert not dense.is_dense(view.shape, view.stride())
 
 
 def test_dense_ignores_the_strides_of_empty_tensors_and_of_single_dimensions():
-    assert codecs.is_dense((), ())
-    assert codecs.is_dense((1, 3), (999, 1))
-    assert codecs.is_dense((0, 3), (7, 7))
+    assert dense.is_dense((), ())
+    assert dense.is_dense((1, 3), (999, 1))
+    assert dense.is_dense((0, 3), (7, 7))
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16, torch.int64])
@@ -267,7 +268,7 @@ def test_temporaries_do_not_grow_with_the_tensor():
     )
     for step in steps:
         memory = measure_peak_bytes(step, cpu)
-        allowed_bytes = codecs._TEMPORARY_BYTES["cpu"] + plane_bytes + (64 << 10)
+        allowed_bytes = dense.TEMPORARY_BYTES["cpu"] + plane_bytes + (64 << 10)
         assert memory.peak_bytes - memory.end_bytes <= allowed_bytes < x.nbytes / 10
 
 
