@@ -242,7 +242,7 @@ def _chunks_of_rows(
     rows: torch.Tensor, where: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     chunk = _blocks_at_once(rows.device)
-    return zip(rows.split(chunk), where.split(chunk), strict=True)
+    return zip(torch.split(rows, chunk), torch.split(where, chunk), strict=True)
 
 
 def _restore_exact(packed: Quantised, flat: torch.Tensor) -> None:
