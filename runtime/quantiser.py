@@ -2,14 +2,16 @@
 
 A tensor is cut, in memory order, into blocks of `BLOCK` elements.  Each element is rounded to a
 whole number of steps, a step being twice the bound at most, and the numbers of a block are
-stored as their distance from the least of them, in a fixed count of bits:
+stored as their distance from the least of them, in a fixed count of bits.  The packed form is one
+buffer of bytes, which a link moves as it moves any tensor:
 
-    codes     uint8    [blocks, BLOCK // 8 * bits]   the distances
-    lowest    int32    [blocks]                      the least number of each block
     exact     as x     [exact_blocks, BLOCK]         blocks that do not fit, as they were
     where     int32    [exact_blocks]                which blocks those are
-    misfits   int32    []                            how many do not fit: more than `exact_blocks`
+    lowest    int32    [blocks]                      the least number of each block
+    misfits   int32    [1]                           how many do not fit: more than `exact_blocks`
                                                      of them, and the packed form is void
+    bound     float32  [1]                           the bound that it was packed with
+    codes     uint8    [blocks, BLOCK // 8 * bits]   the distances
 
 A block fits if its numbers span fewer than two to the bits, and each of its elements has been
 checked to come back within the bound; one with a NaN or an infinity never does.  Every size is
@@ -22,14 +24,23 @@ then its multiples either are values of the dtype, or lie closer to x than the n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
-from backhaul.runtime.dense import chunk_length, empty_dense, memory_ordered
+from backhaul.runtime.dense import chunk_length, memory_ordered
 
-__all__ = ["BLOCK", "Quantised", "dequantise", "fake_quantise", "quantise", "quantised_nbytes"]
+__all__ = [
+    "BLOCK",
+    "dequantise",
+    "fake_dequantise",
+    "fake_quantise",
+    "misfit_count",
+    "quantise",
+    "quantised_nbytes",
+]
 
 BLOCK = 256
 _LANES = BLOCK // 8
@@ -40,24 +51,15 @@ _MOST_STEPS = 2.0**22
 _MARGIN = 1 - 2.0**-10
 
 
-class Quantised(NamedTuple):
-    """The packed form; see the module."""
-
-    codes: torch.Tensor
-    lowest: torch.Tensor
-    exact: torch.Tensor
-    where: torch.Tensor
-    misfits: torch.Tensor
+def quantised_nbytes(numel: int, bits: int, exact_blocks: int, dtype: torch.dtype) -> int:
+    """Return the packed size of `numel` elements in bytes."""
+    return sum(
+        dtype.itemsize * math.prod(shape)
+        for dtype, shape in _layout(numel, bits, exact_blocks, dtype)
+    )
 
 
-def quantised_nbytes(numel: int, bits: int, exact_blocks: int, itemsize: int) -> int:
-    """Return the packed size of `numel` elements in bytes, the count of misfits included."""
-    blocks = -(-numel // BLOCK)
-    exact_blocks = min(exact_blocks, blocks)
-    return blocks * (_LANES * bits + 4) + exact_blocks * (BLOCK * itemsize + 4) + 4
-
-
-def quantise(x: torch.Tensor, bound: torch.Tensor, bits: int, exact_blocks: int) -> Quantised:
+def quantise(x: torch.Tensor, bound: torch.Tensor, bits: int, exact_blocks: int) -> torch.Tensor:
     """Pack a tensor so that each finite element comes back within the bound.
 
     Elements of at most the bound come back as exactly 0, and NaN and infinities as they were.
@@ -69,73 +71,144 @@ def quantise(x: torch.Tensor, bound: torch.Tensor, bits: int, exact_blocks: int)
         exact_blocks: How many blocks that do not fit there is room for; more than there are
             blocks is cut down to that.
 
+    Returns:
+        Flat uint8 tensor of `quantised_nbytes` bytes.  It holds x only if `misfit_count` says that
+        there was room for every block that does not fit.
+
     Raises:
         ValueError: `bits` is not between 1 and 8, x is not dense, or not floating-point.
     """
-    packed = fake_quantise(x, bound, bits, exact_blocks)
+    buffer = fake_quantise(x, bound, bits, exact_blocks)
     flat = memory_ordered(x)
+    packed = _Packed.of(buffer, x.numel(), bits, exact_blocks, x.dtype)
+    packed.bound.copy_(bound)
     blocks = packed.lowest.numel()
     is_misfit = x.new_empty(blocks, dtype=torch.bool)
     chunk = _blocks_at_once(x.device)
     for start in range(0, blocks, chunk):
         stop = min(start + chunk, blocks)
-        codes, lowest, misfit = _quantise_blocks(_blocks_of(flat, start, stop), bound, bits)
+        codes, lowest, misfit = _quantise_blocks(_blocks_of(flat, start, stop), packed.bound, bits)
         packed.codes[start:stop] = codes
         packed.lowest[start:stop] = lowest
         is_misfit[start:stop] = misfit
-    torch.sum(is_misfit, 0, dtype=torch.int32, out=packed.misfits)
+    packed.misfits.copy_(is_misfit.sum())
     if packed.where.numel():
-        _store_exact(packed, flat, is_misfit, bound, bits)
-    return packed
+        _store_exact(packed, flat, is_misfit, bits)
+    return buffer
 
 
-def fake_quantise(x: torch.Tensor, bound: torch.Tensor, bits: int, exact_blocks: int) -> Quantised:
+def fake_quantise(
+    x: torch.Tensor, bound: torch.Tensor, bits: int, exact_blocks: int
+) -> torch.Tensor:
     """Make the output of `quantise` without reading the input."""
     if not 1 <= bits <= 8:
         raise ValueError(f"codes have 1 to 8 bits, not {bits}")
     if not x.is_floating_point():
         raise ValueError(f"a tensor of {x.dtype} has no rounding error to bound")
-    blocks = -(-x.numel() // BLOCK)
-    exact_blocks = min(exact_blocks, blocks)
-    return Quantised(
-        codes=x.new_empty((blocks, _LANES * bits), dtype=torch.uint8),
-        lowest=x.new_empty((blocks,), dtype=torch.int32),
-        exact=x.new_empty((exact_blocks, BLOCK)),
-        where=x.new_empty((exact_blocks,), dtype=torch.int32),
-        misfits=x.new_empty((), dtype=torch.int32),
-    )
+    nbytes = quantised_nbytes(x.numel(), bits, exact_blocks, x.dtype)
+    return x.new_empty((nbytes,), dtype=torch.uint8)
+
+
+def misfit_count(
+    packed: torch.Tensor, numel: int, bits: int, exact_blocks: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return how many blocks did not fit, an int32 scalar on the device of the packed form."""
+    return _Packed.of(packed, numel, bits, exact_blocks, dtype).misfits[0]
 
 
 def dequantise(
-    packed: Quantised,
-    bound: torch.Tensor,
+    packed: torch.Tensor,
     bits: int,
+    exact_blocks: int,
     size: Sequence[int],
     stride: Sequence[int],
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Unpack to a tensor with this geometry and the dtype that was packed.
+    """Unpack to a tensor with this geometry.
 
     Args:
         packed: What `quantise` returned, with no more misfits than there was room for.
-        bound: The bound that it was packed with.
-        bits: The width that it was packed with.
+        bits: As given to `quantise`.
+        exact_blocks: As given to `quantise`.
         size: Size of the original.
         stride: Its strides, dense.
+        dtype: Its dtype.
+
+    Raises:
+        ValueError: The geometry is not dense, or the packed form is not of that many bytes.
     """
-    x = empty_dense(packed.lowest, size, stride, packed.exact.dtype, elements_per_packed=BLOCK)
+    numel = math.prod(size)
+    if packed.numel() != quantised_nbytes(numel, bits, exact_blocks, dtype):
+        raise ValueError(
+            f"{packed.numel():,} bytes are not what a {dtype} tensor of size {tuple(size)} is "
+            f"packed to with {bits} bits and room for {exact_blocks} exact blocks"
+        )
+    x = fake_dequantise(packed, bits, exact_blocks, size, stride, dtype)
     flat = memory_ordered(x)
-    blocks = packed.lowest.numel()
+    parts = _Packed.of(packed, numel, bits, exact_blocks, dtype)
+    blocks = parts.lowest.numel()
     chunk = _blocks_at_once(x.device)
     for start in range(0, blocks, chunk):
         stop = min(start + chunk, blocks)
         rows = _dequantise_blocks(
-            packed.codes[start:stop], packed.lowest[start:stop], bound, bits, x.dtype
+            parts.codes[start:stop], parts.lowest[start:stop], parts.bound, bits, dtype
         )
         part = flat[start * BLOCK : stop * BLOCK]
         part.copy_(rows.view(-1)[: part.numel()])
-    if packed.where.numel():
-        _restore_exact(packed, flat)
+    if parts.where.numel():
+        _restore_exact(parts, flat)
     return x
+
+
+def fake_dequantise(
+    packed: torch.Tensor,
+    bits: int,
+    exact_blocks: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Make the output of `dequantise` without reading the input."""
+    return packed.new_empty_strided(size, stride, dtype=dtype)
+
+
+class _Packed(NamedTuple):
+    """Views of the parts of a packed form, in their order; see the module."""
+
+    exact: torch.Tensor
+    where: torch.Tensor
+    lowest: torch.Tensor
+    misfits: torch.Tensor
+    bound: torch.Tensor
+    codes: torch.Tensor
+
+    @staticmethod
+    def of(
+        buffer: torch.Tensor, numel: int, bits: int, exact_blocks: int, dtype: torch.dtype
+    ) -> _Packed:
+        """Cut a buffer into its parts."""
+        parts, start = [], 0
+        for part_dtype, shape in _layout(numel, bits, exact_blocks, dtype):
+            stop = start + part_dtype.itemsize * math.prod(shape)
+            parts.append(buffer[start:stop].view(part_dtype).view(shape))
+            start = stop
+        return _Packed(*parts)
+
+
+def _layout(
+    numel: int, bits: int, exact_blocks: int, dtype: torch.dtype
+) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
+    """List dtype and shape of each part; each begins where its dtype may."""
+    blocks = -(-numel // BLOCK)
+    room = min(exact_blocks, blocks)
+    return (
+        (dtype, (room, BLOCK)),
+        (torch.int32, (room,)),
+        (torch.int32, (blocks,)),
+        (torch.int32, (1,)),
+        (torch.float32, (1,)),
+        (torch.uint8, (blocks, _LANES * bits)),
+    )
 
 
 def _quantise_blocks(
@@ -216,9 +289,7 @@ def _separated(rows: torch.Tensor, bits: int) -> torch.Tensor:
     return lanes.view(-1, BLOCK)
 
 
-def _store_exact(
-    packed: Quantised, flat: torch.Tensor, is_misfit: torch.Tensor, bound: torch.Tensor, bits: int
-) -> None:
+def _store_exact(packed: _Packed, flat: torch.Tensor, is_misfit: torch.Tensor, bits: int) -> None:
     """Copy the blocks that do not fit; rows to spare repeat one of the others."""
     room = packed.where.numel()
     slot = is_misfit.cumsum(0).sub_(1)
@@ -230,10 +301,12 @@ def _store_exact(
     for rows, where in _chunks_of_rows(packed.exact, packed.where):
         index, is_inside = _elements(where, flat.numel())
         original = flat[index]
-        original = torch.where(is_inside & ~(_widened(original).abs() <= bound), original, 0.0)
+        original = torch.where(
+            is_inside & ~(_widened(original).abs() <= packed.bound), original, 0.0
+        )
         picked = where.long()
         unpacked = _dequantise_blocks(
-            packed.codes[picked], packed.lowest[picked], bound, bits, flat.dtype
+            packed.codes[picked], packed.lowest[picked], packed.bound, bits, flat.dtype
         )
         rows.copy_(torch.where(is_misfit[picked, None], original, unpacked))
 
@@ -245,7 +318,7 @@ def _chunks_of_rows(
     return zip(torch.split(rows, chunk), torch.split(where, chunk), strict=True)
 
 
-def _restore_exact(packed: Quantised, flat: torch.Tensor) -> None:
+def _restore_exact(packed: _Packed, flat: torch.Tensor) -> None:
     for rows, where in _chunks_of_rows(packed.exact, packed.where):
         index, is_inside = _elements(where, flat.numel())
         # What lies past the end is the first element of its row once more.

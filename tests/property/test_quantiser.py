@@ -15,6 +15,7 @@ from backhaul.runtime.quantiser import (
     BLOCK,
     dequantise,
     fake_quantise,
+    misfit_count,
     quantise,
     quantised_nbytes,
 )
@@ -67,23 +68,31 @@ def _laid_out(x: Tensor, layout: str) -> Tensor:
     return x
 
 
+def misfits_of(x: Tensor, bound: float, bits: int, room: int) -> int:
+    """Pack a tensor and count the blocks that do not fit."""
+    packed = quantise(x, torch.tensor(bound), bits, room)
+    return int(misfit_count(packed, x.numel(), bits, room, x.dtype))
+
+
+def round_trip(x: Tensor, bound: float, bits: int, room: int) -> Tensor:
+    """Pack and unpack a tensor."""
+    packed = quantise(x, torch.tensor(bound), bits, room)
+    assert packed.nbytes == quantised_nbytes(x.numel(), bits, room, x.dtype)
+    return dequantise(packed, bits, room, x.shape, x.stride(), x.dtype)
+
+
 def check(case: tuple[Tensor, float], bits: int, room: int) -> None:
     """Pack and unpack, and look at every element."""
     x, bound = case
-    told = torch.tensor(bound, dtype=torch.float32)
-    packed = quantise(x, told, bits, room)
-    blocks = -(-x.numel() // BLOCK)
-    assert sum(part.nbytes for part in packed) == quantised_nbytes(
-        x.numel(), bits, room, x.itemsize
-    )
-    if int(packed.misfits) > min(room, blocks):
+    told = torch.tensor(bound).double()
+    if misfits_of(x, bound, bits, room) > min(room, -(-x.numel() // BLOCK)):
         return
-    y = dequantise(packed, told, bits, x.shape, x.stride())
+    y = round_trip(x, bound, bits, room)
     assert (y.shape, y.stride(), y.dtype) == (x.shape, x.stride(), x.dtype)
     wide_x, wide_y = x.double(), y.double()
     finite = x.isfinite()
-    assert ((wide_x - wide_y).abs()[finite] <= told.double()).all()
-    assert (y[wide_x.abs() <= told.double()] == 0).all()
+    assert ((wide_x - wide_y).abs()[finite] <= told).all()
+    assert (y[wide_x.abs() <= told] == 0).all()
     assert torch.equal(y[~finite], x[~finite]) or y[~finite].isnan().equal(x[~finite].isnan())
     assert y[x.isinf()].equal(x[x.isinf()])
 
@@ -113,50 +122,42 @@ def test_a_block_fits_whose_numbers_span_fewer_than_two_to_the_bits(
     bits: int, dtype: torch.dtype
 ) -> None:
     x = torch.arange(BLOCK).remainder(2**bits).to(dtype)
-    bound = torch.tensor(0.5 * (1 + 2.0**-8))
-    assert int(quantise(x, bound, bits, 0).misfits) == 0
-    assert int(quantise(x * 3, bound, bits, 0).misfits) == 1
+    bound = 0.5 * (1 + 2.0**-8)
+    assert misfits_of(x, bound, bits, 0) == 0
+    assert misfits_of(x * 3, bound, bits, 0) == 1
 
 
 def test_blocks_that_do_not_fit_are_counted_and_come_back_exactly() -> None:
     x = torch.zeros(10 * BLOCK)
     x[3 * BLOCK + 5], x[7 * BLOCK] = 1e6, math.nan
     x[3 * BLOCK + 6] = 0.009
-    bound = torch.tensor(0.01)
     for room in (2, 5, 10):
-        packed = quantise(x, bound, 4, room)
-        assert int(packed.misfits) == 2
-        y = dequantise(packed, bound, 4, x.shape, x.stride())
+        assert misfits_of(x, 0.01, 4, room) == 2
+        y = round_trip(x, 0.01, 4, room)
         assert y[3 * BLOCK + 5] == 1e6 and y[7 * BLOCK].isnan()
         assert y[3 * BLOCK + 6] == 0  # Even there nothing small comes back as other than 0.
-    assert int(quantise(x, bound, 4, 1).misfits) == 2
+    assert misfits_of(x, 0.01, 4, 1) == 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_element_of_exactly_the_bound_comes_back_as_zero(dtype: torch.dtype) -> None:
     x = torch.tensor([0.75, -0.75, 1.5, 0.0]).to(dtype)
-    bound = torch.tensor(0.75)
-    y = dequantise(quantise(x, bound, 4, 0), bound, 4, x.shape, x.stride())
+    y = round_trip(x, 0.75, 4, 0)
     assert y[[0, 1, 3]].tolist() == [0, 0, 0] and y[2] != 0
 
 
 def test_numbers_of_steps_too_large_to_store_do_not_fit() -> None:
     x = torch.full((BLOCK,), 1e12, dtype=torch.float64)
-    assert int(quantise(x, torch.tensor(0.125), 4, 0).misfits) == 1
+    assert misfits_of(x, 0.125, 4, 0) == 1
 
 
 def test_large_tensors_are_worked_on_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(40 * BLOCK + 17)
     x[::1000] = 1e9
-    bound = torch.tensor(0.3)
-    whole = quantise(x, bound, 5, 41)
+    packed, y = quantise(x, torch.tensor(0.3), 5, 41), round_trip(x, 0.3, 5, 41)
     monkeypatch.setattr(dense, "TEMPORARY_BYTES", {"cpu": 16 * 3 * BLOCK})
-    pieces = quantise(x, bound, 5, 41)
-    assert all(map(torch.equal, whole, pieces))
-    assert torch.equal(
-        dequantise(pieces, bound, 5, x.shape, x.stride()),
-        dequantise(whole, bound, 5, x.shape, x.stride()),
-    )
+    assert quantise(x, torch.tensor(0.3), 5, 41).equal(packed)
+    assert round_trip(x, 0.3, 5, 41).equal(y)
 
 
 def test_what_cannot_be_quantised_is_refused() -> None:
@@ -167,3 +168,5 @@ def test_what_cannot_be_quantised_is_refused() -> None:
         fake_quantise(torch.zeros(3, dtype=torch.int64), bound, 4, 0)
     with pytest.raises(ValueError, match="not dense"):
         quantise(torch.zeros(4, 4)[:, ::2], bound, 4, 0)
+    with pytest.raises(ValueError, match="36 bytes are not what"):
+        dequantise(torch.zeros(36, dtype=torch.uint8), 4, 0, (3,), (1,), torch.float32)
