@@ -12,7 +12,7 @@ def keep_freed_memory() -> None:
     """Let glibc keep what is freed, as an accelerator's caching allocator does.
 
     By default it returns large tensors to the system at once, and each step then pays for
-    faulting tens of thousands of fresh pages in: a cost of the process's history, not of its ops.
+    faulting fresh pages in: a cost of the process's history, not of its ops.
     Elsewhere than on Linux this does nothing.
     """
     if sys.platform == "linux":

@@ -205,8 +205,7 @@ class _Writer:
     def _receive(self, node: fx.Node) -> fx.Node:
         """Return the backward's placeholder for a forward node, saved for it if need be."""
         if node not in self._received_by_saved:
-            with self._step.backward.graph.inserting_before(self._is_tail_of):
-                placeholder = self._step.backward.graph.placeholder(node.name)
+            placeholder = self._add_placeholder(node.name, self._is_tail_of)
             placeholder.meta = {"val": node.meta["val"]}
             self._received_by_saved[node] = placeholder
             self._also_saved.append(node)
@@ -230,11 +229,18 @@ class _Writer:
             return self._receive(carried)
         if name not in self._placeholder:
             first = self._group[name][0][1]
-            with self._step.backward.graph.inserting_before(first):
-                placeholder = self._step.backward.graph.placeholder(carried.name)
+            placeholder = self._add_placeholder(carried.name, first)
             placeholder.meta = {**first.meta, **carried.meta}
             self._placeholder[name] = placeholder
         return self._placeholder[name]
+
+    def _add_placeholder(self, name: str, before: fx.Node) -> fx.Node:
+        with self._step.backward.graph.inserting_before(before):
+            placeholder = self._step.backward.graph.placeholder(name)
+        # Hazard: the generated code calls the parameter by the target and assigns it to the name.
+        # A node that has to take another name would overwrite the parameter that has that one.
+        placeholder.target = placeholder.name
+        return placeholder
 
     def _replay_views(self, name: str) -> None:
         base, arrived = self._base[name], self._arrived[name]

@@ -47,6 +47,18 @@ def every_node_has_a_value(step: StepGraphs) -> None:
             _fail("every_node_has_a_value", node, 'it has no meta["val"]')
 
 
+def no_parameter_is_overwritten(step: StepGraphs) -> None:
+    """Each placeholder goes by the same name as a parameter and as a variable.
+
+    The generated code first assigns each parameter, which is called by its target, to a variable,
+    which is called by its name: a variable by the name of a later parameter would overwrite it.
+    """
+    for gm in (step.forward, step.backward):
+        for node in gm.graph.find_nodes(op="placeholder"):
+            if node.target != node.name:
+                _fail("no_parameter_is_overwritten", node, f"its parameter is {node.target}")
+
+
 def each_offload_is_waited_for_once(step: StepGraphs) -> None:
     """Each copy out has one wait, which holds on to the tensor that is copied."""
     for node in _find(step.forward, OFFLOAD):
@@ -218,6 +230,7 @@ def recipes_read_exact_values(step: StepGraphs) -> None:
 
 CHECKS: tuple[Check, ...] = (
     every_node_has_a_value,
+    no_parameter_is_overwritten,
     each_offload_is_waited_for_once,
     each_reload_is_waited_for_once,
     each_offload_is_reloaded_once,

@@ -143,24 +143,24 @@ class _CopyBench:
         destination = self._destination_by_nbytes[self._largest_bytes]
         self.arena.start_reload(self._back_offset, destination)
         self.arena.wait_reload(self._back_offset)
-        self._finish_compute()
+        _finish_compute(self._device)
 
     def time_offload(self, nbytes: int) -> float:
         """Time one copy out."""
-        self._finish_compute()
+        _finish_compute(self._device)
         begin_s = time.perf_counter()
         self.arena.start_offload(self._out_offset, self._source_by_nbytes[nbytes])
         self.arena.wait_offload(self._out_offset)
-        self._finish_compute()
+        _finish_compute(self._device)
         return time.perf_counter() - begin_s
 
     def time_reload(self, nbytes: int) -> float:
         """Time one copy back."""
-        self._finish_compute()
+        _finish_compute(self._device)
         begin_s = time.perf_counter()
         self.arena.start_reload(self._back_offset, self._destination_by_nbytes[nbytes])
         self.arena.wait_reload(self._back_offset)
-        self._finish_compute()
+        _finish_compute(self._device)
         return time.perf_counter() - begin_s
 
     def time_offload_while_reloading(self, nbytes: int) -> float:
@@ -178,9 +178,6 @@ class _CopyBench:
         duration_s = self.time_reload(nbytes)
         self.arena.wait_offload(self._out_offset)
         return duration_s
-
-    def _finish_compute(self) -> None:
-        _finish_compute(self._device)
 
 
 class _ComputeBench:

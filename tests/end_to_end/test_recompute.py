@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchvision
 from torch import Tensor, nn
 
 import backhaul
@@ -63,6 +64,21 @@ def test_random_ops_that_are_computed_again(noise: str, assert_bit_equal: Check)
     )
     decisions = plans["recompute_all"].decisions
     assert any(isinstance(each.action, Recompute) for each in decisions)
+
+
+def test_what_is_saved_besides_never_takes_the_place_of_another(assert_bit_equal: Check) -> None:
+    # A checkpointed region is there twice, so that the backward knows its names already.
+    def densenet(is_checkpointed: bool) -> nn.Module:
+        return torchvision.models.DenseNet(
+            4, (3, 3), 8, bn_size=2, num_classes=4, memory_efficient=is_checkpointed
+        )
+
+    assert_bit_equal(
+        lambda: densenet(True),
+        lambda: torch.randn(2, 3, 32, 32),
+        make_reference=lambda: densenet(False),
+        plans=["recompute_all", "random"],
+    )
 
 
 def test_a_recipe_never_reads_an_input_that_the_step_changes(assert_bit_equal: Check) -> None:

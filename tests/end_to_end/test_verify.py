@@ -83,6 +83,11 @@ def drop_a_value(step: StepGraphs) -> None:
     del find(step.forward, torch.ops.backhaul.begin_step.default)[0].meta["val"]
 
 
+def call_a_parameter_by_the_name_of_another(step: StepGraphs) -> None:
+    first, second = step.backward.graph.find_nodes(op="placeholder")[:2]
+    first.target = second.name
+
+
 def drop_the_wait_for_a_copy_out(step: StepGraphs) -> None:
     wait = find(step.forward, OFFLOAD_WAIT)[0]
     wait.replace_all_uses_with(wait.args[0])
@@ -196,6 +201,7 @@ def add(gm: fx.GraphModule, after: fx.Node, target: Any, args: Any, value: Any =
 
 BREAKS: dict[Break, str] = {
     drop_a_value: "every_node_has_a_value",
+    call_a_parameter_by_the_name_of_another: "no_parameter_is_overwritten",
     drop_the_wait_for_a_copy_out: "each_offload_is_waited_for_once",
     wait_twice_for_a_copy_out: "each_offload_is_waited_for_once",
     keep_another_tensor_alive: "each_offload_is_waited_for_once",
