@@ -158,7 +158,7 @@ def _change(before: float, after: float) -> str:
 
 
 def _action_table(plan: Plan) -> Table:
-    nbytes_by_tensor = {tensor.name: tensor.nbytes for tensor in plan.graph.tensors}
+    nbytes_by_tensor = {tensor.name: tensor.nbytes for tensor in plan.graph.planned}
     nbytes_by_action: dict[str, list[int]] = {name: [] for name in _ACTION_NAMES}
     for decision in plan.decisions:
         nbytes_by_action[_action_name(decision.action)].append(nbytes_by_tensor[decision.tensor])

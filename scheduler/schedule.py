@@ -96,7 +96,9 @@ class Layout:
     @staticmethod
     def of(graph: GraphRecord) -> Layout:
         """Read a graph."""
-        position_by_op = {op.name: position for position, op in enumerate(graph.ops)}
+        # The backward may use a name of the forward again, as for a region that is checkpointed.
+        forward = graph.ops[: graph.forward_count]
+        position_by_op = {op.name: position for position, op in enumerate(forward)}
         planned = {tensor.name: tensor for tensor in graph.planned}
         return Layout(
             planned,

@@ -77,7 +77,6 @@ def test_what_is_saved_besides_never_takes_the_place_of_another(assert_bit_equal
         lambda: densenet(True),
         lambda: torch.randn(2, 3, 32, 32),
         make_reference=lambda: densenet(False),
-        plans=["recompute_all"],
     )
 
 
