@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from itertools import combinations, pairwise, product
+from dataclasses import dataclass, replace
+from itertools import combinations, islice, pairwise, product
 from typing import Literal
 
-from backhaul.records import Action, Prediction
+from backhaul.records import Action, Offload, Prediction
 from backhaul.scheduler.cost import CostModel
 from backhaul.scheduler.paths import NEVER, Path
 from backhaul.scheduler.placement import Limit, place
@@ -203,6 +203,7 @@ class Frontier:
             self._exhaust(min(level_count, _EXHAUST_LEVELS_MOST))
         else:
             self._improve(most)
+        self._shift_copies(most)
 
     def _exhaust(self, level_count: int) -> None:
         """Try every way of every tensor, with copies placed for no limit and for several."""
@@ -211,7 +212,8 @@ class Frontier:
             for chosen in product(*self._options.values())
         ]
         legal = [ways for ways in every if self._is_legal(ways)]
-        self._found += [self._placed(ways, 0) for ways in legal]
+        for ways in legal:
+            self._found += self._tightest_of(ways)
         # A plan can use what another one uses at the least.
         used = sorted({found.used_bytes for found in self._found})
         levels = [self._limit(nbytes) for nbytes in used[:: -(-len(used) // (level_count - 2))]]
@@ -233,16 +235,52 @@ class Frontier:
                 for ways in _neighbours(found.ways, self._options, width):
                     if not self._is_legal(ways):
                         continue
-                    limits = (0, self._limit(found.used_bytes), float("inf"))
-                    new = [
-                        self._placed(ways, limit) for limit in limits[: 3 if _moves(ways) else 1]
-                    ]
+                    new = self._tightest_of(ways)
+                    if _moves(ways):
+                        limits = (self._limit(found.used_bytes), float("inf"))
+                        new += [self._placed(ways, limit) for limit in limits]
                     self._found += new
                     left -= len(new)
                     if left <= 0:
                         return
             self._found = _unbeaten(self._found + self._polished())
             width = 1
+
+    def _tightest_of(self, ways: Ways) -> list[Candidate]:
+        """Judge ways with their copies held no longer than must be, then as long as is free."""
+        tight = self._placed(ways, 0)
+        if not _moves(ways):
+            return [tight]
+        return [tight, self._placed(ways, self._limit(tight.used_bytes))]
+
+    def _shift_copies(self, left: int) -> None:
+        """Move a wait or a reload of the unbeaten plans elsewhere, so many times at most."""
+        done: set[int] = set()
+        while near := [found for found in _unbeaten(self._found) if id(found) not in done]:
+            done |= {id(found) for found in near}
+            for found in near:
+                shifted = islice(self._shifted(found), left)
+                new = [self._judged(found.ways, actions) for actions in shifted]
+                self._found += new
+                left -= len(new)
+
+    def _shifted(self, found: Candidate) -> Iterator[dict[str, Action]]:
+        """Yield a plan's actions with one copy waited for, or started, at another moment."""
+        lives = self._cost.layout.lives_under(found.actions)
+        for name, action in found.actions.items():
+            if not isinstance(action, Offload):
+                continue
+            idle = self._cost.planned[name].last_forward_use
+            others = [
+                replace(action, wait_after=at) for at in range(idle, self._cost.forward_count)
+            ]
+            others += [
+                replace(action, reload_before=at)
+                for at in range(self._cost.forward_count, lives[name].use + 1)
+            ]
+            for other in others:
+                if other != action:
+                    yield {**found.actions, name: other}
 
     def _is_legal(self, ways: Ways) -> bool:
         """Say whether the host tier holds it all, and every recipe finds the values it reads."""
