@@ -10,9 +10,17 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import nn
 
+from backhaul.compression import AdaptiveCompression, Policy
 from backhaul.errors import CaptureError
 from backhaul.module import OptimizedModule
-from backhaul.options import Bytes, SampleInput, arguments_of, check_lossless, request_of
+from backhaul.options import (
+    Bytes,
+    SampleInput,
+    arguments_of,
+    check_lossless,
+    compression_of,
+    request_of,
+)
 from backhaul.passes.fake_model import as_fake, is_meta
 from backhaul.passes.pipeline import Request
 from backhaul.records import Plan
@@ -32,6 +40,10 @@ def optimize(
     activation_budget: Bytes = None,
     max_slowdown: float | None = None,
     lossless: bool = True,
+    error_budget: float | None = None,
+    error_policy: Policy = "bytes",
+    warmup_steps: int = 100,
+    refresh_steps: int = 1000,
     actions: Collection[str] = ("compress", "offload", "recompute"),
     held_bytes: int = 0,
     planner: str | Planner = "frontier",
@@ -53,7 +65,16 @@ def optimize(
         activation_budget: Most bytes of saved activations on the device, in the same forms.
         max_slowdown: Instead of a budget: use the least memory with which the step takes at
             most this many times the time of keeping everything.
-        lossless: Only exact plans exist in this release; False is refused.
+        lossless: Whether gradients must be exact.  If not, activations that weights' gradients
+            are computed from may be rounded, within bounds that follow training; the module's
+            `compression` controls them, and steps are exact until its first refresh.
+        error_budget: Norm that rounding may add to the weights' gradients, as a share of the
+            momentum's (give `compression.optimizer` an optimizer; without one it is a share of
+            the gradient's); 0.01 if errors are allowed.
+        error_policy: `bytes` spends the budget where it saves most bytes; `comet` follows the
+            rule of COMET (Jin et al. 2021).
+        warmup_steps: Exact steps before the first refresh.
+        refresh_steps: Steps between refreshes.
         actions: What may be done with saved activations.
         held_bytes: Bytes that lie on the device all along and are no argument of the model, as
             an optimizer's state; a `memory_budget` includes them.
@@ -71,11 +92,12 @@ def optimize(
         TransferError: The host tier cannot be used.
         ValueError: An option has no meaning.
     """
-    check_lossless(lossless)
+    compression = compression_of(lossless, error_budget, error_policy, warmup_steps, refresh_steps)
     request = request_of(
         memory_budget, activation_budget, max_slowdown, planner, actions, held_bytes
     )
-    return _prepared(model, sample_input, request, _link(model, link, spill_folder))
+    found = _link(model, link, spill_folder)
+    return _prepared(model, sample_input, request, found, compression)
 
 
 def plan(
@@ -167,11 +189,15 @@ def apply(
 
 
 def _prepared(
-    model: nn.Module, sample_input: SampleInput, request: Request, link: Link
+    model: nn.Module,
+    sample_input: SampleInput,
+    request: Request,
+    link: Link,
+    compression: AdaptiveCompression | None = None,
 ) -> OptimizedModule:
     """Make the module and capture its step for the sample, leaving no trace in the model."""
     _check_model(model)
-    module = OptimizedModule(model, request, link)
+    module = OptimizedModule(model, request, link, compression)
     with _same_random_state(model), _training_mode(model), torch.enable_grad():
         args, kwargs = arguments_of(sample_input)
         captured = model

@@ -32,7 +32,15 @@ from backhaul.records import Plan
 from backhaul.runtime.memory import measure_peak_bytes
 from backhaul.runtime.op_cache import device_name
 
-__all__ = ["DemoError", "Figures", "Settings", "VariantFigures", "measure_model", "run_demo"]
+__all__ = [
+    "DemoError",
+    "Figures",
+    "Settings",
+    "VariantFigures",
+    "measure_model",
+    "photographs",
+    "run_demo",
+]
 
 _SEED = 20
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -287,19 +295,28 @@ def _model(name: str, device: torch.device) -> nn.Module:
 
 
 def _photo_batch(settings: Settings, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    images, labels = photographs(settings.image_size, settings.batch_size)
+    return images.to(device), labels.to(device)
+
+
+def photographs(image_size: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return images, normalised as for ImageNet, and labels.
 
     Sample `i` is view `i // len(_PHOTOS)` of photograph `i % len(_PHOTOS)`.
+
+    Args:
+        image_size: Height and width, pixels.
+        count: How many.
     """
     with _needs_extra():
         from torchvision.models._meta import _IMAGENET_CATEGORIES as CATEGORIES
     images, labels = [], []
-    for index in range(settings.batch_size):
+    for index in range(count):
         view, photo = divmod(index, len(_PHOTOS))
         file_name, category = _PHOTOS[photo]
-        images.append(_view_of(_photo(file_name), view, settings.image_size))
+        images.append(_view_of(_photo(file_name), view, image_size))
         labels.append(CATEGORIES.index(category))
-    return torch.stack(images).to(device), torch.tensor(labels, device=device)
+    return torch.stack(images), torch.tensor(labels)
 
 
 def _photo(file_name: str) -> torch.Tensor:

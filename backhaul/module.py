@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from backhaul.compression import AdaptiveCompression
 from backhaul.errors import CaptureError
 from backhaul.passes.capture import Capture
 from backhaul.passes.pipeline import Request, Work, run_pipeline
@@ -18,6 +19,7 @@ from backhaul.passes.torch_compat import saved_tensor_hooks_are_on
 from backhaul.records import Plan
 from backhaul.report import print_report
 from backhaul.runtime.default_link import default_link
+from backhaul.runtime.dials import Dials
 from backhaul.runtime.disk import DiskLink
 from backhaul.runtime.links import Link
 
@@ -47,7 +49,13 @@ class OptimizedModule(nn.Module):
     runs.  An input of a new shape is planned once, when it first comes, and logged.
     """
 
-    def __init__(self, model: nn.Module, request: Request, link: Link) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        request: Request,
+        link: Link,
+        compression: AdaptiveCompression | None = None,
+    ) -> None:
         super().__init__()
         own = self.__dict__
         for name in _SHARED:
@@ -56,6 +64,7 @@ class OptimizedModule(nn.Module):
         own["_model"] = model
         own["_request"] = request
         own["_link"] = link
+        own["_compression"] = compression
         own["_capture"] = Capture(self._rewrite)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -64,6 +73,7 @@ class OptimizedModule(nn.Module):
         if not (model.training and torch.is_grad_enabled()):
             return model(*args, **kwargs)
         self._check_no_saved_tensor_hooks()
+        self._adapt()
         return self._run(self.__dict__["_capture"], args, kwargs)
 
     @property
@@ -90,6 +100,21 @@ class OptimizedModule(nn.Module):
     def backward_graph(self) -> fx.GraphModule:
         """The rewritten backward for the sample input."""
         return self._first_work().step.backward
+
+    @property
+    def compression(self) -> AdaptiveCompression | None:
+        """The controller of error bounds, None if the module is lossless."""
+        compression: AdaptiveCompression | None = self.__dict__["_compression"]
+        return compression
+
+    @property
+    def overflow_counts(self) -> dict[str, int]:
+        """How often each activation that is rounded found no room, and was kept as it was."""
+        found: dict[str, int] = {}
+        for dials in self._dials():
+            for name, count in zip(dials.names, dials.overflow_counts, strict=True):
+                found[name] = found.get(name, 0) + count
+        return found
 
     def report(self) -> None:
         """Print what the plan does, and why, to the terminal."""
@@ -155,7 +180,9 @@ class OptimizedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> OptimizedModule:
         """Copy the model; the copy knows the plans, and captures when it is first called."""
         model = copy.deepcopy(self.__dict__["_model"], memo)
-        return OptimizedModule(model, self._known_request(), self.__dict__["_link"])
+        return OptimizedModule(
+            model, self._known_request(), self.__dict__["_link"], self._copied_compression()
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the model, its plans, and where its spill file lies; see `__deepcopy__`.
@@ -164,11 +191,37 @@ class OptimizedModule(nn.Module):
         """
         link = self.__dict__["_link"]
         folder = str(link.folder) if isinstance(link, DiskLink) else None
-        return _rebuilt, (self.__dict__["_model"], self._known_request(), folder)
+        compression = self._copied_compression()
+        return _rebuilt, (self.__dict__["_model"], self._known_request(), folder, compression)
 
     def _known_request(self) -> Request:
         request: Request = self.__dict__["_request"]
         return dataclasses.replace(request, plan=None, known=self.plans)
+
+    def _copied_compression(self) -> AdaptiveCompression | None:
+        return self.compression and self.compression.copied()
+
+    def _adapt(self) -> None:
+        """Let the controller, if there is one, change bounds or have the plan made anew."""
+        own, compression = self.__dict__, self.compression
+        if compression is None:
+            return
+        works: list[Work] = own["_capture"].works
+        roundable = [e for work in works if work.description for e in work.description.roundable]
+        change = compression.begin_step(roundable, sum(self.overflow_counts.values()))
+        bound_by_tensor = {given.tensor: given.bound for given in compression.error_bounds}
+        if change == "turn":
+            for dials in self._dials():
+                dials.turn([bound_by_tensor[name] for name in dials.names])
+        elif change == "plan":
+            own["_request"] = dataclasses.replace(
+                own["_request"], plan=None, known=(), error_bounds=compression.error_bounds
+            )
+            own["_capture"] = Capture(self._rewrite)
+
+    def _dials(self) -> list[Dials]:
+        works: list[Work] = self.__dict__["_capture"].works
+        return [work.session.dials for work in works if work.session]
 
     def _check_no_saved_tensor_hooks(self) -> None:
         """Refuse hooks that would copy what stands for an offloaded tensor, and lose its slot."""
@@ -193,7 +246,15 @@ class OptimizedModule(nn.Module):
         is_first = not capture.works
         if not is_first:
             request = _without_plan(request)
-        work = run_pipeline(Work(request=request, link=self.__dict__["_link"], step=step))
+        compression = self.compression
+        work = run_pipeline(
+            Work(
+                request=request,
+                link=self.__dict__["_link"],
+                step=step,
+                observer=compression.observer if compression else None,
+            )
+        )
         if not is_first and work.plan is not None:
             _logger.warning(
                 "a new shape or mode of %s was planned: %s",
@@ -203,8 +264,13 @@ class OptimizedModule(nn.Module):
         return work
 
 
-def _rebuilt(model: nn.Module, request: Request, folder: str | None) -> OptimizedModule:
-    return OptimizedModule(model, request, default_link(model, folder))
+def _rebuilt(
+    model: nn.Module,
+    request: Request,
+    folder: str | None,
+    compression: AdaptiveCompression | None,
+) -> OptimizedModule:
+    return OptimizedModule(model, request, default_link(model, folder), compression)
 
 
 def _without_plan(request: Request) -> Request:

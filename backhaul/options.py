@@ -8,18 +8,30 @@ from typing import Any
 
 import torch
 
+from backhaul.compression import AdaptiveCompression, Policy
 from backhaul.errors import CaptureError
 from backhaul.passes.pipeline import Request
 from backhaul.scheduler.planner import PLANNERS, Planner, planner_of
 from backhaul.scheduler.ways import ALL_WAYS, Way
 
-__all__ = ["ACTIONS", "Bytes", "SampleInput", "arguments_of", "check_lossless", "request_of"]
+__all__ = [
+    "ACTIONS",
+    "Bytes",
+    "SampleInput",
+    "arguments_of",
+    "check_lossless",
+    "compression_of",
+    "request_of",
+]
 
 SampleInput = torch.Tensor | tuple[Any, ...] | Mapping[str, Any] | Callable[[], Any]
 Bytes = int | float | str | None
 
 ACTIONS: Mapping[str, Way] = {"compress": "pack", "offload": "move", "recompute": "recompute"}
 """What the user may allow, beside keeping."""
+
+DEFAULT_ERROR_BUDGET = 0.01
+"""COMET's share (Jin et al. 2021)."""
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -46,9 +58,39 @@ def arguments_of(sample_input: SampleInput) -> tuple[tuple[Any, ...], dict[str, 
 
 
 def check_lossless(lossless: bool) -> None:
-    """Refuse what this release does not have."""
+    """Refuse to plan with errors that only training can bound."""
     if not lossless:
-        raise ValueError("lossless=False: this release has no lossy codec; leave it True")
+        raise ValueError(
+            "lossless=False: error bounds come from training; call optimize, and read the plan "
+            "after its first refresh"
+        )
+
+
+def compression_of(
+    lossless: bool,
+    error_budget: float | None,
+    error_policy: Policy,
+    warmup_steps: int,
+    refresh_steps: int,
+) -> AdaptiveCompression | None:
+    """Read the options of `optimize` that allow errors.
+
+    Raises:
+        ValueError: One has no meaning, or errors are bounded but not allowed.
+    """
+    if lossless:
+        if error_budget is not None:
+            raise ValueError(
+                f"error_budget={error_budget!r}: a lossless module makes no errors; give "
+                "lossless=False, too"
+            )
+        return None
+    return AdaptiveCompression(
+        DEFAULT_ERROR_BUDGET if error_budget is None else error_budget,
+        policy=error_policy,
+        warmup_steps=warmup_steps,
+        refresh_steps=refresh_steps,
+    )
 
 
 def request_of(

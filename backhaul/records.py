@@ -23,11 +23,13 @@ __all__ = [
     "CodecRecord",
     "Compress",
     "Decision",
+    "ErrorBound",
     "GraphRecord",
     "Keep",
     "LinkProfile",
     "MachineProfile",
     "Measured",
+    "Mode",
     "Offload",
     "OpCost",
     "OpRecord",
@@ -42,30 +44,55 @@ __all__ = [
 ]
 
 Source = Literal["measured", "modelled", "assumed"]
+Mode = Literal["zero", "sign", "dither"]
+"""How a tensor is rounded; see `runtime.quantiser`."""
+
 Role = Literal["input", "saved", "checkpoint", "temporary", "output", "tangent", "gradient"]
-SCHEMA_VERSION = "1.1"
+SCHEMA_VERSION = "1.2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecRecord:
-    """A lossless codec that fits one saved tensor.
+    """A codec that fits one saved tensor.
 
     Attributes:
-        name: `bits`, `pool_offsets` or `narrow`; see `runtime.codecs`.
+        name: `bits`, `pool_offsets` or `narrow`, see `runtime.codecs`; or `quantise`, which rounds,
+            see `runtime.quantiser`.
         arguments: The codec's own integers and names, as the rewritten graph passes them.
         packed_bytes: Size of the packed form; static, known before anything runs.
         encode_key: `OpCost.key` of the packing op.
         decode_key: `OpCost.key` of the unpacking op.
         is_exact: Whether the very values come back, so that a recipe may read them; otherwise
             they serve the backward alone, as signs do.
+        bound: Largest absolute error of an element; None for a codec that loses nothing.
     """
 
-    name: Literal["bits", "pool_offsets", "narrow"]
+    name: Literal["bits", "pool_offsets", "narrow", "quantise"]
     arguments: tuple[str | int | tuple[int, ...], ...]
     packed_bytes: int
     encode_key: str
     decode_key: str
     is_exact: bool = False
+    bound: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorBound:
+    """How one saved tensor may be rounded, and what its packed form has room for.
+
+    Attributes:
+        tensor: Its name.
+        bound: Largest absolute error of an element.
+        rows: Room for codes, see `runtime.quantiser`.
+        exact_blocks: Room for blocks that are kept as they are.
+        mode: How it is rounded.
+    """
+
+    tensor: str
+    bound: float
+    rows: int
+    exact_blocks: int
+    mode: Mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,6 +414,16 @@ class Plan:
     predicted: Prediction
     measured: Measured | None = None
     schema_version: str = SCHEMA_VERSION
+
+    @property
+    def rounded(self) -> tuple[tuple[str, CodecRecord], ...]:
+        """List the tensors that are rounded, with their codecs; each has a dial in this order."""
+        return tuple(
+            (decision.tensor, codec)
+            for decision in self.decisions
+            if (codec := getattr(decision.action, "codec", None)) is not None
+            and codec.bound is not None
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; the same plan gives the same bytes.

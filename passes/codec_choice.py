@@ -1,4 +1,4 @@
-"""Find the lossless codec, if any, that keeps every backward use of a saved tensor exact.
+"""Find the codec for a saved tensor: the lossless one, if any, that keeps every backward use exact.
 
     bool                               one bit an element
     ReLU output read for its sign      one bit an element; the values come back as 0 and 1,
@@ -9,27 +9,35 @@
 A tensor is read *for its sign* by `threshold_backward` at threshold 0, and for its shape and
 layout alone by `max_pool2d_with_indices_backward`, whose kernels take the positions from the
 indices.
+
+If the user allows errors, a tensor that weights' gradients are computed from, and nothing else
+is but signs, may be rounded to a bound:
+
+    quantise                           steps of twice the bound; a ReLU output keeps its signs
 """
 
 from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
+from backhaul.passes.linear_reads import LinearRead
 from backhaul.passes.op_calls import arguments_of, codec_call, spec_of
-from backhaul.records import CodecRecord
-from backhaul.runtime import codecs
+from backhaul.records import CodecRecord, ErrorBound
+from backhaul.runtime import codecs, quantiser
 from backhaul.runtime.dense import is_dense
 from backhaul.runtime.measure_ops import OpCall, TensorSpec
 
-__all__ = ["CodecCalls", "codec_for"]
+__all__ = ["CodecCalls", "Readers", "can_be_rounded", "codec_for", "reads_sign"]
 
 aten = torch.ops.aten
 CodecCalls = tuple[CodecRecord, OpCall, OpCall]
+Readers = list[tuple[fx.Node, fx.Node]]
 
 RELU_LIKE = {aten.relu.default, aten.relu_.default}
 INDEX_ALONG_DIM: dict[Any, tuple[int, int | None]] = {
@@ -42,36 +50,94 @@ INDEX_ALONG_DIM: dict[Any, tuple[int, int | None]] = {
 """Operators with an index output: which output, and the default of their `dim` argument."""
 
 
-def codec_for(base: fx.Node, readers: list[tuple[fx.Node, fx.Node]]) -> CodecCalls | None:
+def codec_for(
+    base: fx.Node, readers: Readers, error_bound: ErrorBound | None = None
+) -> CodecCalls | None:
     """Return the codec for one saved storage with the calls that pack and unpack it.
 
     Args:
         base: The forward node that the storage is named after.
         readers: Each backward node that reads the storage, with the view it reads.
+        error_bound: How it may be rounded, if `can_be_rounded`; None to lose nothing.
     """
     value = base.meta["val"]
-    if not is_dense(value.size(), value.stride()) or value.numel() == 0:
+    if not _fills_its_storage(value):
         return None
-    if value.untyped_storage().nbytes() != value.numel() * value.element_size():
-        return None
+    found = _rounded(base, readers, error_bound) if error_bound else None
     for offered in (_mask, _sign, _pool_offsets, _narrow):
-        found = offered(base, readers)
-        if found is not None:
-            return found if found[0].packed_bytes < value.untyped_storage().nbytes() else None
-    return None
+        found = found or offered(base, readers)
+    if found is None or found[0].packed_bytes >= value.untyped_storage().nbytes():
+        return None
+    return found
 
 
-def _mask(base: fx.Node, _readers: list[tuple[fx.Node, fx.Node]]) -> CodecCalls | None:
+def can_be_rounded(base: fx.Node, readers: Readers, reads: Mapping[fx.Node, LinearRead]) -> bool:
+    """Say whether an error in a storage reaches weights' gradients alone.
+
+    Args:
+        base: The forward node that the storage is named after.
+        readers: Each backward node that reads the storage, with the view it reads.
+        reads: What each op of the backward reads linearly.
+    """
+    value = base.meta["val"]
+    if not value.is_floating_point() or not _fills_its_storage(value):
+        return False
+    is_linear = [
+        reader in reads
+        and reader.args[reads[reader].activation] is view
+        and view.meta["val"].numel() == value.numel()
+        for reader, view in readers
+    ]
+    others = [each for each, linear in zip(readers, is_linear, strict=True) if not linear]
+    return any(is_linear) and (not others or _is_read_for_sign(base, others))
+
+
+def _fills_its_storage(value: torch.Tensor) -> bool:
+    if not is_dense(value.size(), value.stride()) or value.numel() == 0:
+        return False
+    return value.untyped_storage().nbytes() == value.numel() * value.element_size()
+
+
+def _rounded(base: fx.Node, readers: Readers, given: ErrorBound) -> CodecCalls:
+    value = base.meta["val"]
+    size, stride = list(value.size()), list(value.stride())
+    room = (given.rows, given.exact_blocks)
+    nbytes = quantiser.quantised_nbytes(value.numel(), *room, value.dtype)
+    bound = TensorSpec(
+        size=(), stride=(), storage_offset=0, dtype=torch.float32, device=value.device
+    )
+    return _record(
+        "quantise",
+        (tuple(size), tuple(stride), _dtype_name(value), *room, given.mode),
+        base,
+        packed=((nbytes,), torch.uint8),
+        pack=(torch.ops.backhaul.quantise_tensor.default, bound, *room, given.mode),
+        unpack=(
+            torch.ops.backhaul.dequantise_tensor.default,
+            *room,
+            size,
+            stride,
+            value.dtype,
+            given.mode,
+        ),
+        bound=given.bound,
+    )
+
+
+def _mask(base: fx.Node, _readers: Readers) -> CodecCalls | None:
     return _bits(base) if base.meta["val"].dtype is torch.bool else None
 
 
-def _sign(base: fx.Node, readers: list[tuple[fx.Node, fx.Node]]) -> CodecCalls | None:
-    if base.target not in RELU_LIKE:
-        return None
-    return _bits(base) if all(_reads_sign(*reader) for reader in readers) else None
+def _sign(base: fx.Node, readers: Readers) -> CodecCalls | None:
+    return _bits(base) if _is_read_for_sign(base, readers) else None
 
 
-def _reads_sign(reader: fx.Node, view: fx.Node) -> bool:
+def _is_read_for_sign(base: fx.Node, readers: Readers) -> bool:
+    return base.target in RELU_LIKE and all(reads_sign(*reader) for reader in readers)
+
+
+def reads_sign(reader: fx.Node, view: fx.Node) -> bool:
+    """Say whether a reader wants no more of what it reads than which elements are positive."""
     if reader.target is aten.threshold_backward.default:
         return reader.args[0] is not view and reader.args[1] is view and reader.args[2] in (0, 0.0)
     if reader.target is aten.max_pool2d_with_indices_backward.default:
@@ -92,7 +158,7 @@ def _bits(base: fx.Node) -> CodecCalls:
     )
 
 
-def _pool_offsets(base: fx.Node, _readers: list[tuple[fx.Node, fx.Node]]) -> CodecCalls | None:
+def _pool_offsets(base: fx.Node, _readers: Readers) -> CodecCalls | None:
     pool = _picked(base, 1)
     if pool is None or pool.target is not aten.max_pool2d_with_indices.default:
         return None
@@ -119,7 +185,7 @@ def _pool_offsets(base: fx.Node, _readers: list[tuple[fx.Node, fx.Node]]) -> Cod
     )
 
 
-def _narrow(base: fx.Node, _readers: list[tuple[fx.Node, fx.Node]]) -> CodecCalls | None:
+def _narrow(base: fx.Node, _readers: Readers) -> CodecCalls | None:
     source = base.args[0] if base.target is operator.getitem else None
     if not isinstance(source, fx.Node) or source.target not in INDEX_ALONG_DIM:
         return None
@@ -157,6 +223,7 @@ def _record(
     packed: tuple[tuple[int, ...], torch.dtype],
     pack: tuple[Any, ...],
     unpack: tuple[Any, ...],
+    bound: float | None = None,
 ) -> CodecCalls:
     value = base.meta["val"]
     packed_size, packed_dtype = packed
@@ -175,7 +242,8 @@ def _record(
         packed_bytes=math.prod(packed_size) * packed_dtype.itemsize,
         encode_key=encode.key,
         decode_key=decode.key,
-        is_exact=name != "bits" or value.dtype is torch.bool,
+        is_exact=bound is None and (name != "bits" or value.dtype is torch.bool),
+        bound=bound,
     )
     return record, encode, decode
 

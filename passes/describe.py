@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from backhaul.passes.checkpoints import find_checkpoints
-from backhaul.passes.codec_choice import codec_for
+from backhaul.passes.codec_choice import Readers, can_be_rounded, codec_for
+from backhaul.passes.linear_reads import LinearRead, linear_reads_of
 from backhaul.passes.op_calls import call_of
 from backhaul.passes.recipes import Recipes
 from backhaul.passes.step_graphs import (
@@ -29,11 +30,20 @@ from backhaul.passes.step_graphs import (
     tensors_of,
 )
 from backhaul.passes.torch_compat import storage_nbytes
-from backhaul.records import CodecRecord, GraphRecord, OpCost, OpRecord, Role, TensorRecord
+from backhaul.records import (
+    CodecRecord,
+    ErrorBound,
+    GraphRecord,
+    OpCost,
+    OpRecord,
+    Role,
+    TensorRecord,
+)
 from backhaul.runtime.measure_ops import OpCall, describe_results
 
 __all__ = [
     "Description",
+    "Roundable",
     "describe",
     "keep_what_breaks_its_promise",
     "module_of",
@@ -51,21 +61,50 @@ class Description:
         calls: Each call to be costed.
         promised: What torch's fake kernels promise of each saved tensor: the key of the op that
             makes it, which of its results it is, and `OpCost.made` of that result.
+        roundable: The saved tensors whose errors would reach weights' gradients alone, each with
+            the ops of the backward that read it.
     """
 
     record: GraphRecord
     calls: tuple[OpCall, ...]
     promised: dict[str, tuple[str, int, str]]
+    roundable: tuple[Roundable, ...]
 
 
-def describe(step: StepGraphs, held_bytes: int = 0) -> Description:
+@dataclass(frozen=True, slots=True)
+class Roundable:
+    """A saved tensor whose errors would reach weights' gradients alone.
+
+    Attributes:
+        tensor: Its name.
+        batch: Length of its first dimension.
+        numel: Its elements.
+        nbytes: Its bytes.
+        dtype: Its dtype.
+        keeps_sign: Whether its signs are read, too, and must stay exact.
+        reads: The ops that read it linearly.
+    """
+
+    tensor: str
+    batch: int
+    numel: int
+    nbytes: int
+    dtype: torch.dtype
+    keeps_sign: bool
+    reads: tuple[LinearRead, ...]
+
+
+def describe(
+    step: StepGraphs, held_bytes: int = 0, error_bounds: Iterable[ErrorBound] = ()
+) -> Description:
     """Describe the step that keeps everything.
 
     Args:
         step: The step.
         held_bytes: What the caller holds on the device besides the step's inputs.
+        error_bounds: How tensors may be rounded; those that cannot be are left exact.
     """
-    survey = _Survey(step)
+    survey = _Survey(step, {given.tensor: given for given in error_bounds})
     calls = [call_of(node, survey.storages_of(node)) for node in survey.ops]
     tensors, codec_calls = survey.tensors()
     record = GraphRecord(
@@ -84,7 +123,10 @@ def describe(step: StepGraphs, held_bytes: int = 0) -> Description:
     )
     key_by_op = {node: call.key for node, call in zip(survey.ops, calls, strict=True) if call}
     return Description(
-        record, tuple(call for call in calls if call) + codec_calls, survey.promised(key_by_op)
+        record,
+        tuple(call for call in calls if call) + codec_calls,
+        survey.promised(key_by_op),
+        survey.roundable(),
     )
 
 
@@ -152,8 +194,10 @@ def view_chain(view: fx.Node, base: fx.Node, storages: Storages, key: int) -> li
 class _Survey:
     """Positions and holders of everything in the two graphs."""
 
-    def __init__(self, step: StepGraphs) -> None:
+    def __init__(self, step: StepGraphs, error_bounds: Mapping[str, ErrorBound]) -> None:
         self._step = step
+        self._error_bounds = error_bounds
+        self._reads = linear_reads_of(step)
         self._forward = Storages.of(step.forward)
         self._backward = Storages.of(step.backward)
         self.ops = step.ops()
@@ -189,6 +233,31 @@ class _Survey:
             if source in key_by_op:
                 found[base.name] = (key_by_op[source], int(index), promise)
         return found
+
+    def roundable(self) -> tuple[Roundable, ...]:
+        """See `Description.roundable`."""
+        found = []
+        for key in self._forward.holders:
+            base = self._forward.base(key)
+            readers = self._readings(key)
+            if self._role(key) != "saved" or self._pinned_because(base, key, "saved", True):
+                continue
+            if not can_be_rounded(base, readers, self._reads):
+                continue
+            value = base.meta["val"]
+            reads = tuple(self._reads[reader] for reader, _ in readers if reader in self._reads)
+            found.append(
+                Roundable(
+                    base.name,
+                    value.shape[0] if value.dim() else 1,
+                    value.numel(),
+                    nbytes_of(base, key),
+                    value.dtype,
+                    len(reads) < len(readers),
+                    reads,
+                )
+            )
+        return tuple(found)
 
     def tensors(self) -> tuple[tuple[TensorRecord, ...], tuple[OpCall, ...]]:
         """Describe every storage, in order of birth, and the codec calls of the saved ones."""
@@ -266,14 +335,21 @@ class _Survey:
         value = base.meta["val"]
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return None, ()
-        readers = [
+        readers = self._readings(key)
+        given = self._error_bounds.get(base.name)
+        if given is not None and not can_be_rounded(base, readers, self._reads):
+            given = None
+        found = codec_for(base, readers, given)
+        return (None, ()) if found is None else (found[0], found[1:])
+
+    def _readings(self, key: int) -> Readers:
+        """List each op of the backward that reads a storage, with the view that it reads."""
+        return [
             (user, holder)
             for holder in self._backward.holders.get(key, [])
             for user in holder.users
             if user.op != "output" and not is_alias_op(user, self._backward)
         ]
-        found = codec_for(base, readers)
-        return (None, ()) if found is None else (found[0], found[1:])
 
     def _pinned_because(self, base: fx.Node, key: int, role: Role, is_read: bool) -> str:
         if role == "input" and is_read:

@@ -11,6 +11,11 @@
              y = reload_wait(y, h)
              grad = threshold_backward(tangent, y, 0)
 
+What is rounded reads its bound from the step, and finds its original there if it had no room:
+
+    packed = quantise(relu, token, 0, rows, exact_blocks, "sign")   ->  saved: packed, token
+    y = dequantise(packed, token, 0, rows, exact_blocks, size, stride, dtype, True)
+
 A tensor that is recomputed is not saved; the ops of its recipe are copied in front of its first
 use, and read what the backward holds by then.  A random op among them runs from the state that
 the generator had in the forward:
@@ -26,7 +31,7 @@ just before their first use.  The order of nodes is the schedule that was simula
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +39,7 @@ from torch import fx
 
 from backhaul.errors import InternalError
 from backhaul.passes.describe import view_chain
+from backhaul.passes.linear_reads import LinearRead
 from backhaul.passes.recipes import copied_call, draws
 from backhaul.passes.step_graphs import StepGraphs, Storages, results_of, tensors_of
 from backhaul.passes.torch_compat import fake_mode_of, fake_result, replayed, storage_id
@@ -45,29 +51,36 @@ from backhaul.scheduler.schedule import Event, codec_of, events
 __all__ = ["insert_plan"]
 
 
-def insert_plan(step: StepGraphs, plan: Plan, session_id: int) -> StepGraphs:
+def insert_plan(
+    step: StepGraphs, plan: Plan, session_id: int, watched: Sequence[LinearRead] = ()
+) -> StepGraphs:
     """Return the step with the plan's nodes in it.
 
     Args:
         step: The step that was planned; left as it is.
         plan: Its plan.
         session_id: The session that will own the host slots.
+        watched: Ops of the backward to observe, in the order of the session's reads.
 
     Raises:
         InternalError: The plan names a tensor that the step does not have.
     """
-    if all(isinstance(decision.action, Keep) for decision in plan.decisions):
+    if not watched and all(isinstance(decision.action, Keep) for decision in plan.decisions):
         return step
-    writer = _Writer(step, plan, session_id)
+    writer = _Writer(
+        step, plan, session_id, needs_token=bool(plan.slots or plan.rounded or watched)
+    )
     for event in events(plan.graph, {d.tensor: d.action for d in plan.decisions}):
         writer.write(event)
+    for number, read in enumerate(watched):
+        writer.watch(read, number)
     return writer.finished()
 
 
 class _Writer:
     """Copies of the two graphs, and where each moved tensor is at this point of the step."""
 
-    def __init__(self, step: StepGraphs, plan: Plan, session_id: int) -> None:
+    def __init__(self, step: StepGraphs, plan: Plan, session_id: int, *, needs_token: bool) -> None:
         self._step = StepGraphs(_copied(step.forward), _copied(step.backward), step.output_count)
         self._decision = {
             decision.tensor: decision
@@ -80,6 +93,7 @@ class _Writer:
             for name, decision in self._decision.items()
             if isinstance(decision.action, Recompute)
         }
+        self._dial = {name: index for index, (name, _) in enumerate(plan.rounded)}
         self._slot = {slot.tensor: index for index, slot in enumerate(plan.slots)}
         self._ops = self._step.ops()
         self._storages = Storages.of(self._step.forward)
@@ -96,7 +110,7 @@ class _Writer:
         self._also_saved: list[fx.Node] = []
         self._cursor = self._ops[0]
         self._token: fx.Node | None = None
-        if plan.slots:
+        if needs_token:
             with self._step.forward.graph.inserting_before(self._ops[0]):
                 args = (session_id, len(plan.slots))
                 self._token = self._call(
@@ -113,6 +127,16 @@ class _Writer:
             self._recompute(event)
         else:
             self._write_backward(event)
+
+    def watch(self, read: LinearRead, number: int) -> None:
+        """Observe an op of the backward, as soon as it has run."""
+        graph = self._step.backward.graph
+        node_by_name = {node.name: node for node in graph.nodes}
+        op, result = node_by_name[read.op], node_by_name[read.result]
+        operands = (op.args[read.gradient], op.args[read.activation], result)
+        with graph.inserting_after(result):
+            target = torch.ops.backhaul.observe.default
+            self._call(self._step.backward, target, (*operands, self._received_token(), number))
 
     def finished(self) -> StepGraphs:
         """Hand over what was moved in place of what was saved."""
@@ -149,6 +173,8 @@ class _Writer:
         name, ops = event.tensor, torch.ops.backhaul
         with self._step.forward.graph.inserting_after(self._cursor):
             match event.kind:
+                case "pack" if name in self._dial:
+                    target, args = ops.quantise.default, self._rounding(name, self._base[name])
                 case "pack":
                     target, args = _packing(self._codec(name), self._base[name])
                 case "offload":
@@ -170,6 +196,9 @@ class _Writer:
                     target, args = ops.reload.default, (carried, *_geometry(self._source[name]))
                 case "reload_wait":
                     target, args = ops.reload_wait.default, (self._arrived[name], carried)
+                case _ if name in self._dial:
+                    packed = self._arrived.get(name, carried)
+                    target, args = ops.dequantise.default, self._unrounding(name, packed)
                 case _:
                     packed = self._arrived.get(name, carried)
                     target, args = _unpacking(self._codec(name), packed)
@@ -233,6 +262,20 @@ class _Writer:
             placeholder.meta = {**first.meta, **carried.meta}
             self._placeholder[name] = placeholder
         return self._placeholder[name]
+
+    def _rounding(self, name: str, source: fx.Node) -> tuple[Any, ...]:
+        _, _, _, rows, exact_blocks, mode = self._codec(name).arguments
+        return source, self._token, self._dial[name], rows, exact_blocks, mode
+
+    def _unrounding(self, name: str, packed: fx.Node) -> tuple[Any, ...]:
+        size, stride, dtype, rows, exact_blocks, mode = self._codec(name).arguments
+        dial = (self._received_token(), self._dial[name], rows, exact_blocks)
+        geometry = (_integers(size), _integers(stride), _dtype(dtype))
+        return packed, *dial, *geometry, mode
+
+    def _received_token(self) -> fx.Node:
+        assert self._token is not None
+        return self._receive(self._token)
 
     def _add_placeholder(self, name: str, before: fx.Node) -> fx.Node:
         with self._step.backward.graph.inserting_before(before):
@@ -303,6 +346,8 @@ def _packing(codec: CodecRecord, source: fx.Node) -> tuple[Any, tuple[Any, ...]]
             return ops.pack_pool_offsets.default, (source, *map(_integers, window))
         case "narrow":
             return ops.narrow_integers.default, (source, _dtype(codec.arguments[3]))
+        case "quantise":
+            raise InternalError("a tensor that is rounded has a dial")
 
 
 def _unpacking(codec: CodecRecord, packed: fx.Node) -> tuple[Any, tuple[Any, ...]]:
@@ -317,6 +362,8 @@ def _unpacking(codec: CodecRecord, packed: fx.Node) -> tuple[Any, tuple[Any, ...
         case "narrow":
             args = (packed, _integers(size), _integers(stride), _dtype(rest[0]))
             return ops.widen_integers.default, args
+        case "quantise":
+            raise InternalError("a tensor that is rounded has a dial")
 
 
 def _geometry(source: fx.Node) -> tuple[Any, ...]:

@@ -29,11 +29,13 @@ from backhaul.passes.insert import insert_plan
 from backhaul.passes.op_work import works_of
 from backhaul.passes.step_graphs import StepGraphs
 from backhaul.passes.verify import verify
-from backhaul.records import Budget, GraphRecord, MachineProfile, Plan
+from backhaul.records import Budget, ErrorBound, GraphRecord, MachineProfile, Plan
 from backhaul.runtime.device import allocator_alignment_bytes, capacity_bytes
+from backhaul.runtime.dials import Dials
 from backhaul.runtime.links import Link
 from backhaul.runtime.measure_link import measure_link
 from backhaul.runtime.measure_ops import OpCache, device_name, measure_ops
+from backhaul.runtime.observer import Observer, Read
 from backhaul.runtime.session import Session
 from backhaul.scheduler.hardware import HardwareProfile, modelled_machine
 from backhaul.scheduler.planner import Planner
@@ -58,6 +60,7 @@ class Request:
         hardware: The machine to plan for instead of this one, on which nothing is measured.
         plan: A plan to apply instead of planning, to the graph that it was made for.
         known: Plans to take for the graphs that they were made for, as from an earlier process.
+        error_bounds: How tensors may be rounded.
     """
 
     kind: str
@@ -68,6 +71,7 @@ class Request:
     hardware: HardwareProfile | None = None
     plan: Plan | None = None
     known: tuple[Plan, ...] = ()
+    error_bounds: tuple[ErrorBound, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +86,7 @@ class Work:
         machine: The measurements, once measured.
         plan: The choice, once made.
         session: The owner of the host slots, once nodes are inserted.
+        observer: Watches how errors of activations would reach gradients, if errors are allowed.
     """
 
     request: Request
@@ -91,11 +96,13 @@ class Work:
     machine: MachineProfile | None = None
     plan: Plan | None = None
     session: Session | None = None
+    observer: Observer | None = None
 
 
 def describe_step(work: Work) -> Work:
     """Describe the captured step."""
-    return replace(work, description=describe(work.step, work.request.held_bytes))
+    request = work.request
+    return replace(work, description=describe(work.step, request.held_bytes, request.error_bounds))
 
 
 def measure_machine(work: Work) -> Work:
@@ -139,9 +146,18 @@ def choose_plan(work: Work) -> Work:
 
 def insert_nodes(work: Work) -> Work:
     """Write the plan into the graphs and open the session that owns its slots."""
-    assert work.plan is not None
-    session = Session(work.link, work.plan.slots, work.plan.host_bytes)
-    step = insert_plan(work.step, work.plan, session.session_id)
+    assert work.plan is not None and work.description is not None
+    roundable = work.description.roundable if work.observer else ()
+    watched = [(each.tensor, read) for each in roundable for read in each.reads]
+    session = Session(
+        work.link,
+        work.plan.slots,
+        work.plan.host_bytes,
+        Dials(work.plan.rounded),
+        work.observer,
+        [Read(name, read.op, read.channels, read.taps) for name, read in watched],
+    )
+    step = insert_plan(work.step, work.plan, session.session_id, [read for _, read in watched])
     return replace(work, step=step, session=session)
 
 

@@ -6,13 +6,15 @@ printed.  They always run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 import torch
 from torch import fx
 
 from backhaul.errors import VerifyError
+from backhaul.passes.codec_choice import reads_sign
+from backhaul.passes.op_calls import arguments_of
 from backhaul.passes.recipes import copied_call, draws
 from backhaul.passes.step_graphs import StepGraphs, Storages
 from backhaul.passes.torch_compat import op_of
@@ -25,6 +27,10 @@ backhaul = torch.ops.backhaul
 OFFLOAD, OFFLOAD_WAIT = backhaul.offload.default, backhaul.offload_wait.default
 RELOAD, RELOAD_WAIT = backhaul.reload.default, backhaul.reload_wait.default
 UNPACK_BITS = backhaul.unpack_bits.default
+QUANTISE, DEQUANTISE = backhaul.quantise.default, backhaul.dequantise.default
+OBSERVE = backhaul.observe.default
+MM = torch.ops.aten.mm.default
+CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 NEIGHBOURS = 5
 
 Check = Callable[[StepGraphs], None]
@@ -226,6 +232,46 @@ def recipes_read_exact_values(step: StepGraphs) -> None:
         for source in node.all_input_nodes:
             if source.target is UNPACK_BITS and source.meta["val"].dtype is not torch.bool:
                 _fail("recipes_read_exact_values", node, f"{source} holds only signs")
+            if source.target is DEQUANTISE:
+                _fail("recipes_read_exact_values", node, f"{source} was rounded")
+
+
+def each_rounded_tensor_comes_back_as_it_left(step: StepGraphs) -> None:
+    """Each dial packs one tensor, which is unpacked with the same room, mode and geometry."""
+    packed_by_dial: dict[object, fx.Node] = {}
+    for node in _find(step.forward, QUANTISE):
+        given = arguments_of(node)
+        if given["dial"] in packed_by_dial:
+            other = packed_by_dial[given["dial"]]
+            _fail("each_rounded_tensor_comes_back_as_it_left", node, f"{other} has its dial, too")
+        packed_by_dial[given["dial"]] = node
+    for node in _find(step.backward, DEQUANTISE):
+        back = arguments_of(node)
+        packed = packed_by_dial.get(back["dial"])
+        if packed is None:
+            _fail("each_rounded_tensor_comes_back_as_it_left", node, "nothing packed it")
+        left = arguments_of(packed)
+        source = left["x"].meta["val"]
+        left |= {"size": list(source.size()), "stride": list(source.stride())}
+        left |= {"dtype": source.dtype}
+        for name in ("rows", "exact_blocks", "mode", "size", "stride", "dtype"):
+            before, after = left[name], back[name]
+            if before != after:
+                _fail(
+                    "each_rounded_tensor_comes_back_as_it_left",
+                    node,
+                    f"its {name} left as {before} and is {after}",
+                )
+
+
+def rounded_values_reach_weights_alone(step: StepGraphs) -> None:
+    """What was rounded is read for weights' gradients, and where signs are exact for those."""
+    for node in _find(step.backward, DEQUANTISE):
+        has_signs = arguments_of(node)["mode"] == "sign"
+        for reader, view in _readers(node):
+            is_sign = has_signs and reads_sign(reader, view)
+            if not (is_sign or reader.target in (OBSERVE, MM) or _reads_for_weight(reader, view)):
+                _fail("rounded_values_reach_weights_alone", reader, f"it reads {view}")
 
 
 CHECKS: tuple[Check, ...] = (
@@ -242,6 +288,8 @@ CHECKS: tuple[Check, ...] = (
     random_ops_run_again_from_their_state,
     nothing_changes_twice,
     recipes_read_exact_values,
+    each_rounded_tensor_comes_back_as_it_left,
+    rounded_values_reach_weights_alone,
 )
 
 
@@ -254,6 +302,21 @@ def _arg(node: fx.Node, index: int) -> fx.Node:
 
 def _find(gm: fx.GraphModule, target: object) -> list[fx.Node]:
     return [node for node in gm.graph.nodes if node.target is target]
+
+
+def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield what reads a node or a view of it, with that view."""
+    for user in node.users:
+        target = user.target
+        returns = target._schema.returns if isinstance(target, torch._ops.OpOverload) else ()
+        if any(made.alias_info is not None for made in returns):
+            yield from _readers(user)
+        else:
+            yield user, node
+
+
+def _reads_for_weight(reader: fx.Node, view: fx.Node) -> bool:
+    return reader.target is CONVOLUTION_BACKWARD and reader.args[1] is view is not reader.args[0]
 
 
 def _recomputed(step: StepGraphs) -> list[fx.Node]:

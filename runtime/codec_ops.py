@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch.library import Library
 
-from backhaul.runtime import codecs
+from backhaul.runtime import codecs, quantiser
 
 __all__: list[str] = []
 
@@ -49,6 +49,17 @@ _CODEC_OPS: tuple[tuple[str, Callable[..., torch.Tensor], Callable[..., torch.Te
         "widen_integers(Tensor packed, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor",
         codecs.widen,
         codecs.fake_widen,
+    ),
+    (
+        "quantise_tensor(Tensor x, Tensor bound, int rows, int exact_blocks, str mode) -> Tensor",
+        quantiser.quantise,
+        quantiser.fake_quantise,
+    ),
+    (
+        "dequantise_tensor(Tensor packed, int rows, int exact_blocks, SymInt[] size, "
+        "SymInt[] stride, ScalarType dtype, str mode) -> Tensor",
+        quantiser.dequantise,
+        quantiser.fake_dequantise,
     ),
 )
 

@@ -9,6 +9,12 @@ They are two-node asynchronous: a start and a wait.  A handle is a row of the st
     y = reload(h, size, stride, storage_offset, storage_nbytes, dtype, device)
     y = reload_wait(y, h)
 
+What is rounded asks the step, too: for its bound, and for the original if there was no room.
+
+    p = quantise(x, token, dial, rows, exact_blocks, mode)
+    y = dequantise(p, token, dial, rows, exact_blocks, size, stride, dtype, mode)
+    observe(gradient, y, weight_gradient, token, read)
+
 An op moves the whole storage under its tensor, whatever view of it that is.  No op frees
 anything: `x` dies after `offload_wait` by its last reference.
 """
@@ -23,7 +29,10 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from backhaul.errors import InternalError
+from backhaul.records import Mode
+from backhaul.runtime import quantiser
 from backhaul.runtime.device import random_state_bytes
+from backhaul.runtime.dials import Room
 from backhaul.runtime.session import SESSIONS, Session
 
 __all__ = ["NAMESPACE"]
@@ -159,6 +168,87 @@ _define(
 )
 
 
+def _quantise(
+    x: Tensor, token: Tensor, dial: int, rows: int, exact_blocks: int, mode: Mode
+) -> Tensor:
+    session, step_id, _ = _open_handle(token[0])
+    return session.dials.pack(step_id, dial, x, Room(rows, exact_blocks, mode))
+
+
+def _fake_quantise(
+    x: Tensor, token: Tensor, dial: int, rows: int, exact_blocks: int, mode: Mode
+) -> Tensor:
+    nbytes = quantiser.quantised_nbytes(x.numel(), rows, exact_blocks, x.dtype)
+    return x.new_empty((nbytes,), dtype=torch.uint8)
+
+
+_define(
+    "quantise(Tensor x, Tensor token, int dial, int rows, int exact_blocks, str mode) -> Tensor",
+    _quantise,
+    _fake_quantise,
+)
+
+
+def _dequantise(
+    packed: Tensor,
+    token: Tensor,
+    dial: int,
+    rows: int,
+    exact_blocks: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    mode: Mode,
+) -> Tensor:
+    session, step_id, _ = _open_handle(token[0])
+    original = session.dials.original(step_id, dial)
+    if original is not None:
+        return _alias(original)
+    return quantiser.dequantise(packed, rows, exact_blocks, size, stride, dtype, mode)
+
+
+def _fake_dequantise(
+    packed: Tensor,
+    token: Tensor,
+    dial: int,
+    rows: int,
+    exact_blocks: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    mode: Mode,
+) -> Tensor:
+    return packed.new_empty_strided(size, stride, dtype=dtype)
+
+
+_define(
+    "dequantise(Tensor packed, Tensor token, int dial, int rows, int exact_blocks, "
+    "SymInt[] size, SymInt[] stride, ScalarType dtype, str mode) -> Tensor",
+    _dequantise,
+    _fake_dequantise,
+)
+
+
+def _observe(
+    gradient: Tensor, activation: Tensor, result: Tensor, token: Tensor, read: int
+) -> None:
+    session, _, _ = _open_handle(token[0])
+    session.observer.watch(session.reads[read], gradient, activation, result)
+
+
+def _fake_observe(
+    gradient: Tensor, activation: Tensor, result: Tensor, token: Tensor, read: int
+) -> None:
+    return None
+
+
+_define(
+    "observe(Tensor gradient, Tensor activation, Tensor result, Tensor token, int read) -> ()",
+    _observe,
+    _fake_observe,
+)
+
+
 def _open_handle(handle: Tensor) -> tuple[Session, int, int]:
     session_id, step_id, index = handle.tolist()
     return SESSIONS.find(session_id), step_id, index
@@ -174,6 +264,3 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     """View the whole storage under a tensor as 1-D uint8."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-
-
-# Codec ops.  Each packs or unpacks one tensor.

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from backhaul.errors import InternalError, TransferError
 from backhaul.records import SlotRecord
+from backhaul.runtime.dials import Dials
 from backhaul.runtime.links import Arena, Link
+from backhaul.runtime.observer import Observer, Read
 
 __all__ = ["SESSIONS", "Handle", "Session", "SessionRegistry"]
 
@@ -75,15 +77,29 @@ class Session:
         link: Moves the bytes.
         slots: Where each offloaded tensor lies in the arena.
         host_bytes: Size of the arena of one step.
+        dials: Round what the plan rounds.
+        observer: Watches the reads of the backward.
+        reads: The reads, by number.
 
     Raises:
         InternalError: Slots overlap, or lie outside the arena.
     """
 
-    def __init__(self, link: Link, slots: Sequence[SlotRecord], host_bytes: int) -> None:
+    def __init__(
+        self,
+        link: Link,
+        slots: Sequence[SlotRecord],
+        host_bytes: int,
+        dials: Dials | None = None,
+        observer: Observer | None = None,
+        reads: Sequence[Read] = (),
+    ) -> None:
         self.link = link
         self.slots = tuple(slots)
         self.host_bytes = host_bytes
+        self.dials = dials or Dials()
+        self.observer = observer or Observer()
+        self.reads = tuple(reads)
         _check_layout(self.slots, host_bytes)
         self._row_count = max(1, len(self.slots))
         self.session_id = SESSIONS.add(self)
@@ -192,6 +208,7 @@ class Session:
 
 def _end_step(session: Session, step_id: int) -> None:
     """Release a step's arena, once; a finaliser calls it on any thread at any moment."""
+    session.dials.end_step(step_id)
     arena = session._arena_by_step.pop(step_id, None)
     if arena is not None:
         arena.release()

@@ -70,10 +70,17 @@ def _solved(
     limit: int,
     held: sparse.coo_array,
 ) -> float:
-    """Solve the program; `held` has the bytes that each offer begins and ends to hold."""
+    """Solve the program; `held` has the bytes that each offer begins and ends to hold.
+
+    Bytes are in units of the limit, and seconds of the step: solvers want numbers near 1.
+    """
+    if (floor > limit).any():
+        return float("inf")
+    byte_unit, second_unit = float(max(limit, 1)), sum(cost.duration_s)
     count, width = len(cost.duration_s), len(offers)
     # Columns: the offers, the two stalls, and the bytes held during each op.
     held = sparse.coo_array((held.data, held.coords), shape=(count + 1, width)).tocsr()[:count]
+    held = held / byte_unit
     step = sparse.eye(count) - sparse.eye(count, k=-1)
     balance = sparse.hstack([-held, sparse.csr_array((count, 2)), step])
     names = list(dict.fromkeys(name for name, _ in offers))
@@ -83,11 +90,9 @@ def _solved(
         shape=(len(names), width + 2 + count),
     )
     late, late_limit = _late_copies(cost, offers)
-    bounds = [(0, 1)] * width + [(0, None)] * 2
-    bounds += [(0, max(0, int(limit - bytes_at))) for bytes_at in floor]
-    if (floor > limit).any():
-        return float("inf")
-    seconds = [option.compute_s for _, option in offers] + [1.0, 1.0] + [0.0] * count
+    bounds: list[tuple[int, float | None]] = [(0, 1)] * width + [(0, None)] * 2
+    bounds += [(0, int(limit - bytes_at) / byte_unit) for bytes_at in floor]
+    seconds = [option.compute_s / second_unit for _, option in offers] + [1.0, 1.0] + [0.0] * count
     solved = linprog(
         seconds,
         A_ub=sparse.hstack([late, sparse.csr_array((late.shape[0], count))]).tocsr(),
@@ -101,7 +106,7 @@ def _solved(
         return float("inf")
     if solved.status != 0:
         raise InternalError(f"the linear program of a lower bound was not solved: {solved.message}")
-    return float(sum(cost.duration_s) + solved.fun)
+    return second_unit * float(1 + solved.fun)
 
 
 def _late_copies(
@@ -115,28 +120,29 @@ def _late_copies(
     """
     starts_s, middle = cost.starts_s, cost.forward_count
     width = len(offers)
-    packing_s = np.array([option.compute_s for _, option in offers])
+    second_unit = sum(cost.duration_s)
+    packing_s = np.array([option.compute_s for _, option in offers]) / second_unit
     rows, limits = [], []
     births = sorted({cost.layout.ready[name] for name, option in offers if option.d2h_s})
     for birth in births:
         row = np.zeros(width + 2)
         for column, (name, option) in enumerate(offers):
             if cost.layout.ready[name] >= birth:
-                row[column] = option.d2h_s
+                row[column] = option.d2h_s / second_unit
         row[:width] -= packing_s
         row[width] = -1.0
         rows.append(row)
-        limits.append(starts_s[middle] - starts_s[birth + 1])
+        limits.append((starts_s[middle] - starts_s[birth + 1]) / second_unit)
     uses = sorted({cost.planned[name].first_backward_use for name, o in offers if o.h2d_s})
     for use in uses:
         row = np.zeros(width + 2)
         for column, (name, option) in enumerate(offers):
             if cost.planned[name].first_backward_use <= use:
-                row[column] = option.h2d_s
+                row[column] = option.h2d_s / second_unit
         row[:width] -= packing_s
         row[width + 1] = -1.0
         rows.append(row)
-        limits.append(starts_s[use] - starts_s[middle])
+        limits.append((starts_s[use] - starts_s[middle]) / second_unit)
     if not rows:
         return sparse.csr_array((0, width + 2)), []
     return sparse.csr_array(np.array(rows)), limits

@@ -9,10 +9,13 @@ element of the weight's gradient that belongs to output channel c gets an error 
 
 where R is the share of x that is not zero and |g_c| the Euclidean norm of the channel's g: each
 product's error is one error of x times one element of g.  COMET (Jin et al. 2021, eq. 6-8) has
-the same form with a fitted constant and the mean of g.  Over the whole weight, with as many
-elements a channel as `fan_in` says, the noise's squared norm is
+the same form with a fitted constant and the mean of g.  Over the whole weight the noise's squared
+norm is the sum of that over its elements,
 
-    noise**2 = fan_in * R / 3 * |g|**2 * bound**2
+    noise**2 = bound**2 / 3 * spread        spread = R * channels * sum(taps(p) * |g_p|**2)
+
+with the input channels of a group and, at each position p of g, the taps of the kernel that meet
+x there and not its padding.  A matrix product has one tap everywhere.
 
 The budget is on the sum of these over all layers.  An element takes about `log2(range / 2 bound)`
 bits, so that halving a bound costs a tensor of n elements n bits, whatever the bound.  The least
@@ -30,28 +33,19 @@ __all__ = ["LinearNoise", "bounds_of", "comet_bound"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearNoise:
-    """What one linear op makes of an error of the activation that it saved.
+    """What linear ops make of an error of an activation that they saved.
 
     Attributes:
         numel: Elements of the activation.
-        nonzero_fraction: Share of them that are not zero, 0 to 1.
-        fan_in: Elements of the weight for each output channel: input channels of the group times
-            the kernel's taps; input features of a linear layer.
-        gradient_norm: Euclidean norm of the whole gradient of the op's output.
+        spread: Squared norm of the noise of the weights' gradients, for errors of variance 1.
     """
 
     numel: int
-    nonzero_fraction: float
-    fan_in: int
-    gradient_norm: float
+    spread: float
 
     def noise(self, bound: float) -> float:
-        """Return the Euclidean norm of the error of the weight's gradient that is expected."""
-        return bound * math.sqrt(self._squared_noise_at_one)
-
-    @property
-    def _squared_noise_at_one(self) -> float:
-        return self.fan_in * self.nonzero_fraction / 3 * self.gradient_norm**2
+        """Return the Euclidean norm of the error of the weights' gradients that is expected."""
+        return bound * math.sqrt(self.spread / 3)
 
 
 def bounds_of(layers: Mapping[str, LinearNoise], allowed_noise: float) -> dict[str, float]:

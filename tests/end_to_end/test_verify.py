@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
 
+import backhaul
 from backhaul.errors import VerifyError
 from backhaul.passes.step_graphs import StepGraphs, results_of
-from backhaul.passes.verify import CHECKS, OFFLOAD, OFFLOAD_WAIT, RELOAD, RELOAD_WAIT, verify
+from backhaul.passes.verify import (
+    CHECKS,
+    DEQUANTISE,
+    OFFLOAD,
+    OFFLOAD_WAIT,
+    QUANTISE,
+    RELOAD,
+    RELOAD_WAIT,
+    verify,
+)
+from backhaul.records import Decision, ErrorBound, Recompute
 
 Break = Callable[[StepGraphs], None]
 
@@ -42,6 +54,88 @@ def _recomputing(optimized: Callable[..., Any]) -> Iterator[StepGraphs]:
     module = optimized(net, torch.randn(2, 3, 12, 12), "recompute_all")
     step: StepGraphs = module._capture.works[0].step
     yield StepGraphs(copied(step.forward), copied(step.backward), step.output_count)
+
+
+@pytest.fixture(name="rounding")
+def _rounding() -> Iterator[StepGraphs]:
+    net = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.GELU(), nn.Conv2d(4, 4, 3)
+    )
+    x = torch.randn(2, 3, 32, 32)
+    module = backhaul.optimize(net, x, planner="compress_all", lossless=False)
+    assert module.compression is not None
+    roundable = module._capture.works[0].description.roundable
+    bounds = [
+        asdict(ErrorBound(tensor=each.tensor, bound=0.1, rows=40, exact_blocks=1, mode=mode))
+        for each, mode in zip(roundable, ("sign", "dither"), strict=True)
+    ]
+    state = module.compression.state_dict() | {"error_bounds": bounds}
+    module.compression.load_state_dict(state)
+    module(x).sum().backward()
+    step: StepGraphs = module._capture.works[0].step
+    assert len(find(step.backward, DEQUANTISE)) == 2
+    yield StepGraphs(copied(step.forward), copied(step.backward), step.output_count)
+
+
+def compute_from_rounded(step: StepGraphs) -> None:
+    source = find(step.backward, DEQUANTISE)[0]
+    node = add(step.backward, source, aten.sigmoid.default, (source,))
+    action = Decision(tensor="x", action=Recompute(), reason="")
+    node.meta["backhaul"] = action
+
+
+def unpack_with_less_room(step: StepGraphs) -> None:
+    node = find(step.backward, DEQUANTISE)[0]
+    node.args = (*node.args[:3], 39, *node.args[4:])
+
+
+def unpack_in_another_mode(step: StepGraphs) -> None:
+    node = next(n for n in find(step.backward, DEQUANTISE) if n.args[-1] == "dither")
+    node.args = (*node.args[:-1], "zero")
+
+
+def unpack_what_was_never_packed(step: StepGraphs) -> None:
+    node = find(step.backward, DEQUANTISE)[0]
+    node.args = (*node.args[:2], 7, *node.args[3:])
+
+
+def share_a_dial(step: StepGraphs) -> None:
+    node = next(n for n in find(step.forward, QUANTISE) if n.args[2])
+    node.args = (*node.args[:2], 0, *node.args[3:])
+
+
+def read_a_rounded_value(step: StepGraphs) -> None:
+    source = find(step.backward, DEQUANTISE)[0]
+    add(step.backward, source, aten.sigmoid.default, (source,))
+
+
+def read_signs_that_may_have_vanished(step: StepGraphs) -> None:
+    for gm in (step.forward, step.backward):
+        for node in gm.graph.nodes:
+            if node.target in (QUANTISE, DEQUANTISE):
+                node.args = (*node.args[:-1], "zero")
+
+
+ROUNDING_BREAKS: dict[Break, str] = {
+    compute_from_rounded: "recipes_read_exact_values",
+    unpack_with_less_room: "each_rounded_tensor_comes_back_as_it_left",
+    unpack_in_another_mode: "each_rounded_tensor_comes_back_as_it_left",
+    unpack_what_was_never_packed: "each_rounded_tensor_comes_back_as_it_left",
+    share_a_dial: "each_rounded_tensor_comes_back_as_it_left",
+    read_a_rounded_value: "rounded_values_reach_weights_alone",
+    read_signs_that_may_have_vanished: "rounded_values_reach_weights_alone",
+}
+
+
+@pytest.mark.parametrize("broken", ROUNDING_BREAKS, ids=lambda broken: broken.__name__)
+def test_a_step_that_rounds_wrongly_is_refused_by_the_right_check(
+    rounding: StepGraphs, broken: Break
+) -> None:
+    verify(rounding)
+    broken(rounding)
+    with pytest.raises(VerifyError) as caught:
+        verify(rounding)
+    assert caught.value.check == ROUNDING_BREAKS[broken]
 
 
 def draw_again(step: StepGraphs) -> None:
@@ -254,5 +348,5 @@ def test_a_broken_step_is_refused_by_the_right_check(step: StepGraphs, broken: B
 
 
 def test_every_check_is_broken_by_a_test() -> None:
-    broken = {*BREAKS.values(), *RECOMPUTING_BREAKS.values()}
+    broken = {*BREAKS.values(), *RECOMPUTING_BREAKS.values(), *ROUNDING_BREAKS.values()}
     assert broken == {check.__name__ for check in CHECKS}

@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from backhaul.records import Mode
 from backhaul.runtime import dense
 from backhaul.runtime.quantiser import (
     BLOCK,
     dequantise,
     fake_quantise,
-    misfit_count,
+    measure,
+    needs,
     quantise,
     quantised_nbytes,
 )
@@ -68,102 +70,123 @@ def _laid_out(x: Tensor, layout: str) -> Tensor:
     return x
 
 
-def misfits_of(x: Tensor, bound: float, bits: int, room: int) -> int:
-    """Pack a tensor and count the blocks that do not fit."""
-    packed = quantise(x, torch.tensor(bound), bits, room)
-    return int(misfit_count(packed, x.numel(), bits, room, x.dtype))
-
-
-def round_trip(x: Tensor, bound: float, bits: int, room: int) -> Tensor:
-    """Pack and unpack a tensor."""
-    packed = quantise(x, torch.tensor(bound), bits, room)
-    assert packed.nbytes == quantised_nbytes(x.numel(), bits, room, x.dtype)
-    return dequantise(packed, bits, room, x.shape, x.stride(), x.dtype)
-
-
-def check(case: tuple[Tensor, float], bits: int, room: int) -> None:
+def check(case: tuple[Tensor, float], mode: Mode) -> None:
     """Pack and unpack, and look at every element."""
     x, bound = case
-    told = torch.tensor(bound).double()
-    if misfits_of(x, bound, bits, room) > min(room, -(-x.numel() // BLOCK)):
-        return
-    y = round_trip(x, bound, bits, room)
+    told = torch.tensor(bound)
+    room = measure(x, told, mode).tolist()
+    packed = quantise(x, told, *room, mode)
+    assert packed.nbytes == quantised_nbytes(x.numel(), *room, x.dtype)
+    assert needs(packed, x.numel(), *room, x.dtype).tolist() == room
+    y = dequantise(packed, *room, x.shape, x.stride(), x.dtype, mode)
     assert (y.shape, y.stride(), y.dtype) == (x.shape, x.stride(), x.dtype)
     wide_x, wide_y = x.double(), y.double()
     finite = x.isfinite()
-    assert ((wide_x - wide_y).abs()[finite] <= told).all()
-    assert (y[wide_x.abs() <= told] == 0).all()
-    assert torch.equal(y[~finite], x[~finite]) or y[~finite].isnan().equal(x[~finite].isnan())
-    assert y[x.isinf()].equal(x[x.isinf()])
+    assert ((wide_x - wide_y).abs()[finite] <= told.double()).all()
+    assert (y[x == 0] == 0).all()
+    assert y[x.isnan()].isnan().all() and torch.equal(y[x.isinf()], x[x.isinf()])
+    if mode == "zero":
+        assert (y[wide_x.abs() <= told] == 0).all()
+    if mode == "sign":
+        assert torch.equal(y > 0, x > 0)
 
 
-BITS = st.integers(1, 8)
-ROOMS = st.sampled_from((0, 1, 3, 100))
+MODES = st.sampled_from(("zero", "sign", "dither"))
 
 
-@given(tensors(), BITS, ROOMS)
+@given(tensors(), MODES)
 @settings(max_examples=300, deadline=None)
-def test_every_element_keeps_to_the_bound(case: tuple[Tensor, float], bits: int, room: int) -> None:
-    check(case, bits, room)
+def test_every_element_keeps_to_the_bound(case: tuple[Tensor, float], mode: Mode) -> None:
+    check(case, mode)
 
 
 @pytest.mark.slow
-@given(tensors(), BITS, ROOMS)
-@settings(max_examples=5000, deadline=None)
-def test_every_element_keeps_to_the_bound_at_length(
-    case: tuple[Tensor, float], bits: int, room: int
-) -> None:
-    check(case, bits, room)
+@given(tensors(), MODES)
+@settings(max_examples=6000, deadline=None)
+def test_every_element_keeps_to_the_bound_at_length(case: tuple[Tensor, float], mode: Mode) -> None:
+    check(case, mode)
+
+
+def round_trip(x: Tensor, bound: float, mode: Mode = "zero", room: int | None = None) -> Tensor:
+    """Pack and unpack a tensor, with all the room that it needs or so many exact blocks."""
+    told = torch.tensor(bound)
+    rows, misfits = measure(x, told, mode).tolist()
+    room = misfits if room is None else room
+    packed = quantise(x, told, rows, room, mode)
+    return dequantise(packed, rows, room, x.shape, x.stride(), x.dtype, mode)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_a_block_fits_whose_numbers_span_fewer_than_two_to_the_bits(
-    bits: int, dtype: torch.dtype
-) -> None:
+def test_a_block_takes_as_many_bits_as_its_numbers_span(bits: int, dtype: torch.dtype) -> None:
     x = torch.arange(BLOCK).remainder(2**bits).to(dtype)
-    bound = 0.5 * (1 + 2.0**-8)
-    assert misfits_of(x, bound, bits, 0) == 0
-    assert misfits_of(x * 3, bound, bits, 0) == 1
+    bound = torch.tensor(0.5 * (1 + 2.0**-8))
+    assert measure(x, bound).tolist() == [bits, 0]
+    x[1] = 3 * 2**bits
+    assert measure(x, bound).tolist() == ([bits + 2, 0] if bits < 7 else [0, 1])
 
 
 def test_blocks_that_do_not_fit_are_counted_and_come_back_exactly() -> None:
     x = torch.zeros(10 * BLOCK)
-    x[3 * BLOCK + 5], x[7 * BLOCK] = 1e6, math.nan
+    x[0], x[3 * BLOCK + 5], x[7 * BLOCK] = 0.3, 1e6, math.nan
     x[3 * BLOCK + 6] = 0.009
-    for room in (2, 5, 10):
-        assert misfits_of(x, 0.01, 4, room) == 2
-        y = round_trip(x, 0.01, 4, room)
+    assert measure(x, torch.tensor(0.01))[1] == 2
+    for room in (2, 5, 10, 100):
+        y = round_trip(x, 0.01, room=room)
         assert y[3 * BLOCK + 5] == 1e6 and y[7 * BLOCK].isnan()
         assert y[3 * BLOCK + 6] == 0  # Even there nothing small comes back as other than 0.
-    assert misfits_of(x, 0.01, 4, 1) == 2
+        assert y[0] != 0 and y.count_nonzero() == 3
+
+
+def test_too_little_room_is_told() -> None:
+    x, bound = torch.randn(10 * BLOCK), torch.tensor(0.01)
+    x[0] = math.inf
+    rows, misfits = measure(x, bound).tolist()
+    packed = quantise(x, bound, rows - 20, 0)
+    assert needs(packed, x.numel(), rows - 20, 0, x.dtype).tolist() == [rows, misfits] == [rows, 1]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_element_of_exactly_the_bound_comes_back_as_zero(dtype: torch.dtype) -> None:
     x = torch.tensor([0.75, -0.75, 1.5, 0.0]).to(dtype)
-    y = round_trip(x, 0.75, 4, 0)
+    y = round_trip(x, 0.75)
     assert y[[0, 1, 3]].tolist() == [0, 0, 0] and y[2] != 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_signs_stay_where_values_vanish(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.75, 0.01, torch.finfo(dtype).tiny, 0.0, -0.0, 1.5]).to(dtype)
+    tiny = torch.finfo(dtype).tiny
+    assert round_trip(x, 0.75, "sign")[:5].tolist() == [tiny, tiny, tiny, 0, 0]
+    assert measure(-x, torch.tensor(0.75), "sign")[1] == 1
+
+
+def test_dithered_errors_of_equal_elements_differ() -> None:
+    x = torch.full((4096,), 0.37)
+    error = round_trip(x, 1.0, "dither") - x
+    assert error.unique().numel() > 4000
+    assert abs(float(error.mean())) < 0.05 and abs(float(error.std()) - 3**-0.5) < 0.02
 
 
 def test_numbers_of_steps_too_large_to_store_do_not_fit() -> None:
     x = torch.full((BLOCK,), 1e12, dtype=torch.float64)
-    assert misfits_of(x, 0.125, 4, 0) == 1
+    assert measure(x, torch.tensor(0.125)).tolist() == [0, 1]
 
 
-def test_large_tensors_are_worked_on_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    x = torch.randn(40 * BLOCK + 17)
+@pytest.mark.parametrize("mode", ("zero", "sign", "dither"))
+def test_large_tensors_are_worked_on_in_pieces(mode: Mode, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, bound = torch.randn(40 * BLOCK + 17).relu(), torch.tensor(0.03)
     x[::1000] = 1e9
-    packed, y = quantise(x, torch.tensor(0.3), 5, 41), round_trip(x, 0.3, 5, 41)
+    room = measure(x, bound, mode).tolist()
+    packed, y = quantise(x, bound, *room, mode), round_trip(x, 0.03, mode)
     monkeypatch.setattr(dense, "TEMPORARY_BYTES", {"cpu": 16 * 3 * BLOCK})
-    assert quantise(x, torch.tensor(0.3), 5, 41).equal(packed)
-    assert round_trip(x, 0.3, 5, 41).equal(y)
+    assert measure(x, bound, mode).tolist() == room
+    assert quantise(x, bound, *room, mode).equal(packed)
+    assert round_trip(x, 0.03, mode).equal(y)
 
 
 def test_what_cannot_be_quantised_is_refused() -> None:
     bound = torch.tensor(1.0)
-    with pytest.raises(ValueError, match="1 to 8 bits, not 9"):
-        quantise(torch.zeros(3), bound, 9, 0)
     with pytest.raises(ValueError, match="int64"):
         fake_quantise(torch.zeros(3, dtype=torch.int64), bound, 4, 0)
     with pytest.raises(ValueError, match="not dense"):

@@ -1,0 +1,347 @@
+"""Choose how far activations may be rounded, from what training shows, and follow it.
+
+    warm-up      every step is exact; the last ones are watched
+    a look       some steps are watched: how much of an error each layer would hear
+    a refresh    bounds that spend the budget are chosen; some steps are measured for the room that
+                 packed forms need with them; where it differs, the plan is made anew
+
+A look comes ten times between refreshes, and makes one of its own if a bound has moved by more
+than `MOVE`, or a packed form had no room.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from backhaul.passes.describe import Roundable
+from backhaul.records import ErrorBound, Mode
+from backhaul.runtime.observer import Observer, ReadSums
+from backhaul.runtime.quantiser import BLOCK, quantised_nbytes
+from backhaul.scheduler.error_budget import LinearNoise, bounds_of, comet_bound
+
+__all__ = ["AdaptiveCompression", "Policy", "Refresh"]
+
+Policy = Literal["bytes", "comet"]
+Change = Literal["", "turn", "plan"]
+
+WATCHED_STEPS = 8
+SIZED_STEPS = 4
+LOOKS = 10
+MOVE = 2.0
+DENSE = 0.9
+"""Share of elements that are not zero from which on zeros are no matter."""
+
+ROOM, ROOM_BLOCKS = 1.1, 2
+"""Rows that are given for each one that is needed, and blocks' worth of them beside."""
+ROOM_TO_SPARE = 1.5
+"""Rows given for each one needed beyond which the plan is made anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refresh:
+    """What one refresh decided.
+
+    Attributes:
+        step: The step that it came before.
+        reference_norm: Norm of the momentum, or of the gradient, that noise is a share of.
+        noise_share: Expected norm of all noise over it, by what is really rounded.
+        bounds: Largest error of each activation that is rounded.
+        bits: Bits that an element takes, its share of every side buffer included.
+        exact_fractions: Share of each that did not fit and is kept as it is, without an error.
+    """
+
+    step: int
+    reference_norm: float
+    noise_share: float
+    bounds: dict[str, float]
+    bits: dict[str, float]
+    exact_fractions: dict[str, float]
+
+
+class AdaptiveCompression:
+    """The controller of one module's error bounds.
+
+    Args:
+        error_budget: Norm that rounding may add to the weights' gradients, as a share of the
+            momentum's; COMET allows 0.01.
+        policy: `bytes` spends one budget where it saves most bytes; `comet` is the rule of COMET
+            for each layer, with its fitted constant, for comparison.
+        warmup_steps: Exact steps before the first refresh.
+        refresh_steps: Steps between refreshes.
+        optimizer: Its momentum (`momentum_buffer` or `exp_avg`) is the reference; without one the
+            gradient itself is, as its norm is seen in the backward.  Give none if the loss is
+            scaled.
+
+    Attributes:
+        error_bounds: What the plan is made with; none while everything is exact.
+        history: Every refresh so far.
+        observer: Watches the backward.
+    """
+
+    def __init__(
+        self,
+        error_budget: float = 0.01,
+        *,
+        policy: Policy = "bytes",
+        warmup_steps: int = 100,
+        refresh_steps: int = 1000,
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        _check(error_budget, policy, warmup_steps, refresh_steps)
+        self.error_budget = error_budget
+        self.policy: Policy = policy
+        self.warmup_steps = warmup_steps
+        self.refresh_steps = refresh_steps
+        self.optimizer = optimizer
+        self.observer = Observer()
+        self.error_bounds: tuple[ErrorBound, ...] = ()
+        self.history: list[Refresh] = []
+        self._step = 0
+        self._refreshed_at = 0
+        self._look_at = warmup_steps
+        self._overflow_count = 0
+        self._had_no_room = False
+        self._is_loaded = False
+        self._pending: tuple[float, dict[str, float], dict[str, LinearNoise]] | None = None
+        self._modes: dict[str, Mode] = {}
+        self._roundable: dict[str, Roundable] = {}
+
+    def begin_step(self, roundable: Iterable[Roundable], overflow_count: int) -> Change:
+        """Begin a training step; say whether bounds or the plan must change before it runs.
+
+        Args:
+            roundable: What may be rounded.
+            overflow_count: How many packed forms had no room since the plan was made.
+        """
+        self._roundable = {each.tensor: each for each in roundable}
+        self._had_no_room |= overflow_count > self._overflow_count
+        self._overflow_count = overflow_count
+        step, self._step = self._step, self._step + 1
+        if self._is_loaded:
+            self._is_loaded = False
+            return "plan"
+        if self._pending is not None:
+            return self._refresh(step)
+        if step < self._look_at - WATCHED_STEPS:
+            self.observer.mode = "off"
+        elif step < self._look_at:
+            self.observer.mode = "norms"
+        else:
+            self._end_look(step)
+        return ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a later run needs to go on, in plain numbers and names."""
+        return {
+            "step": self._step,
+            "refreshed_at": self._refreshed_at,
+            "look_at": self._look_at,
+            "error_bounds": [asdict(given) for given in self.error_bounds],
+            "history": [asdict(refresh) for refresh in self.history],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was called; the next step is planned anew.
+
+        Raises:
+            KeyError: It is no such state.
+        """
+        self._step = state["step"]
+        self._refreshed_at = state["refreshed_at"]
+        self._look_at = state["look_at"]
+        self.error_bounds = tuple(ErrorBound(**given) for given in state["error_bounds"])
+        self.history = [Refresh(**refresh) for refresh in state["history"]]
+        self._pending = None
+        self._is_loaded = True
+        self.observer.forget()
+
+    def copied(self) -> AdaptiveCompression:
+        """Return a controller of the same state for a copy of the model, without optimizer."""
+        copy = AdaptiveCompression(
+            self.error_budget,
+            policy=self.policy,
+            warmup_steps=self.warmup_steps,
+            refresh_steps=self.refresh_steps,
+        )
+        copy.load_state_dict(self.state_dict())
+        return copy
+
+    def _end_look(self, step: int) -> None:
+        """Choose bounds from what was seen, and measure a step with them if they are news."""
+        self.observer.mode = "off"
+        sums = self._sums_by_tensor()
+        self._look_at = step + max(self.refresh_steps // LOOKS, WATCHED_STEPS)
+        if not sums:
+            return
+        layers = {
+            name: LinearNoise(
+                numel=self._roundable[name].numel, spread=sum(each.spread for each in reads)
+            )
+            for name, reads in sums.items()
+        }
+        reference = self._reference_norm(sums)
+        bounds = self._bounds(sums, layers, reference)
+        is_due = not self.history or step - self._refreshed_at >= self.refresh_steps
+        if is_due or self._had_no_room or self._have_moved(bounds):
+            self._pending = reference, bounds, layers
+            self._modes = {name: self._mode(name, sums[name]) for name in bounds}
+            self.observer.bounds = {
+                name: (bound, self._modes[name]) for name, bound in bounds.items()
+            }
+            self.observer.mode = "sizes"
+
+    def _refresh(self, step: int) -> Change:
+        assert self._pending is not None
+        needs = self.observer.needs()
+        if self.observer.sized_count < SIZED_STEPS:
+            return ""
+        reference, bounds, layers = self._pending
+        self._pending = None
+        self.observer.mode = "off"
+        self.observer.forget()
+        former = {given.tensor: given for given in self.error_bounds}
+        wanted = {
+            name: given
+            for name, (rows, misfits) in needs.items()
+            if (given := self._given(name, bounds[name], rows, misfits)) is not None
+        }
+        can_turn = former.keys() == wanted.keys() and all(
+            _has_room(former[name], *needs[name]) and former[name].mode == wanted[name].mode
+            for name in wanted
+        )
+        if can_turn and not self._had_no_room:
+            wanted = {
+                name: ErrorBound(
+                    tensor=name,
+                    bound=bounds[name],
+                    rows=former[name].rows,
+                    exact_blocks=former[name].exact_blocks,
+                    mode=former[name].mode,
+                )
+                for name in wanted
+            }
+        self.error_bounds = tuple(wanted.values())
+        self._refreshed_at, self._had_no_room = step, False
+        exact = {name: min(1.0, needs[name][1] / self._blocks(name)) for name in wanted}
+        noise = math.hypot(
+            *(layers[name].noise(bounds[name]) * (1 - exact[name]) ** 0.5 for name in wanted)
+        )
+        self.history.append(
+            Refresh(
+                step=step,
+                reference_norm=reference,
+                noise_share=noise / reference if reference else 0.0,
+                bounds={name: bounds[name] for name in wanted},
+                bits={name: self._bits(given) for name, given in wanted.items()},
+                exact_fractions=exact,
+            )
+        )
+        return "turn" if can_turn else "plan"
+
+    def _sums_by_tensor(self) -> dict[str, list[ReadSums]]:
+        found: dict[str, list[ReadSums]] = {}
+        for read, sums in self.observer.sums().items():
+            if read.tensor in self._roundable:
+                found.setdefault(read.tensor, []).append(sums)
+        self.observer.forget()
+        return found
+
+    def _reference_norm(self, sums: Mapping[str, list[ReadSums]]) -> float:
+        momentum = _momentum_norm(self.optimizer) if self.optimizer else 0.0
+        if momentum:
+            return momentum
+        return math.sqrt(sum(each.squared_norm for reads in sums.values() for each in reads))
+
+    def _bounds(
+        self,
+        sums: Mapping[str, list[ReadSums]],
+        layers: Mapping[str, LinearNoise],
+        reference: float,
+    ) -> dict[str, float]:
+        if self.policy == "bytes":
+            bounds = bounds_of(layers, self.error_budget * reference)
+        else:
+            gradient = math.sqrt(sum(s.squared_norm for reads in sums.values() for s in reads))
+            scale = reference / gradient if gradient else 0.0
+            bounds = {
+                name: min(
+                    comet_bound(
+                        momentum_mean=each.weight_gradient_mean * scale,
+                        gradient_mean=each.gradient_mean,
+                        batch=self._roundable[name].batch,
+                        nonzero_fraction=each.nonzero_fraction,
+                        share=self.error_budget,
+                    )
+                    for each in reads
+                )
+                for name, reads in sums.items()
+            }
+        return {name: bound for name, bound in bounds.items() if 0 < bound < math.inf}
+
+    def _have_moved(self, bounds: Mapping[str, float]) -> bool:
+        """Say whether a bound is now far from the one that is in force."""
+        return any(
+            not given.bound / MOVE <= bounds.get(given.tensor, 0.0) <= given.bound * MOVE
+            for given in self.error_bounds
+        )
+
+    def _mode(self, name: str, sums: Iterable[ReadSums]) -> Mode:
+        """Say how to round: what has zeros keeps them, and what has none gets unbiased errors."""
+        if self._roundable[name].keeps_sign:
+            return "sign"
+        return "dither" if min(each.nonzero_fraction for each in sums) > DENSE else "zero"
+
+    def _given(self, name: str, bound: float, rows: int, misfits: int) -> ErrorBound | None:
+        """Return what a tensor is to be packed with, or None if that is no smaller."""
+        most = self._blocks(name)
+        given = ErrorBound(
+            tensor=name,
+            bound=bound,
+            rows=min(math.ceil(rows * ROOM) + 8 * ROOM_BLOCKS, 8 * most),
+            exact_blocks=min(math.ceil(misfits * ROOM) + ROOM_BLOCKS, most),
+            mode=self._modes[name],
+        )
+        return given if self._nbytes(given) < self._roundable[name].nbytes else None
+
+    def _blocks(self, name: str) -> int:
+        return -(-self._roundable[name].numel // BLOCK)
+
+    def _nbytes(self, given: ErrorBound) -> int:
+        tensor = self._roundable[given.tensor]
+        return quantised_nbytes(tensor.numel, given.rows, given.exact_blocks, tensor.dtype)
+
+    def _bits(self, given: ErrorBound) -> float:
+        return 8 * self._nbytes(given) / self._roundable[given.tensor].numel
+
+
+def _has_room(given: ErrorBound, rows: int, misfits: int) -> bool:
+    """Say whether a packed form has room, and not far too much."""
+    is_wide = given.rows > math.ceil(rows * ROOM * ROOM_TO_SPARE) + 8 * ROOM_BLOCKS
+    return rows <= given.rows and misfits <= given.exact_blocks and not is_wide
+
+
+def _momentum_norm(optimizer: torch.optim.Optimizer) -> float:
+    """Return the norm of the momentum of all weights, 0 if there is none yet."""
+    states = [optimizer.state.get(p, {}) for g in optimizer.param_groups for p in g["params"]]
+    found = [state.get("momentum_buffer", state.get("exp_avg")) for state in states]
+    weights = [momentum for momentum in found if momentum is not None and momentum.dim() > 1]
+    if not weights:
+        return 0.0
+    norms = torch.stack([torch.linalg.vector_norm(each, dtype=torch.float32) for each in weights])
+    return float(torch.linalg.vector_norm(norms))
+
+
+def _check(error_budget: float, policy: str, warmup_steps: int, refresh_steps: int) -> None:
+    if not isinstance(error_budget, (int, float)) or not 0 < error_budget < 1:
+        raise ValueError(f"error_budget={error_budget!r}: give a share between 0 and 1, as 0.01")
+    if policy not in get_args(Policy):
+        raise ValueError(f"policy={policy!r}: give one of {', '.join(get_args(Policy))}")
+    if not warmup_steps >= 1:
+        raise ValueError(f"warmup_steps={warmup_steps!r}: at least one step must be watched")
+    if not refresh_steps >= 1:
+        raise ValueError(f"refresh_steps={refresh_steps!r}: give 1 or more")

@@ -1,0 +1,130 @@
+"""Find where the backward reads a saved activation to compute a weight's gradient, and no more.
+
+There an error of the activation makes an error of the gradient that can be foretold: the op is
+linear in the activation, and its result leaves the step.
+
+    convolution_backward(g, x, w, ...)      reads x for the gradient of w alone
+    mm(t(g), x), mm(t(x), g)                the weight's gradient of a linear layer
+
+Everything else reads exact values: norms and activation functions are not linear in what they
+saved, and what attention saves leads on to other gradients.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from backhaul.passes.op_calls import arguments_of
+from backhaul.passes.step_graphs import StepGraphs, Storages, is_alias_op
+
+__all__ = ["LinearRead", "linear_reads_of"]
+
+aten = torch.ops.aten
+
+SUMS = {aten.add.Tensor, aten.sum.dim_IntList}
+"""What a weight's gradient may still pass through: several uses of one weight are added."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearRead:
+    """One op of the backward that computes a weight's gradient from an activation.
+
+    Attributes:
+        op: Name of the op.
+        gradient: Which of its arguments is the gradient of the layer's output.
+        activation: Which of them holds the activation.
+        result: Name of the node that holds the weight's gradient.
+        channels: Elements of the weight for each output channel and tap of the kernel.
+        taps: How many taps of the kernel meet the activation, and not its padding, at each
+            position of each spatial dimension of the gradient, one dimension after the other.
+    """
+
+    op: str
+    gradient: int
+    activation: int
+    result: str
+    channels: int
+    taps: tuple[int, ...] = ()
+
+
+def linear_reads_of(step: StepGraphs) -> dict[fx.Node, LinearRead]:
+    """Return what each op of a captured step's backward reads linearly, by the op."""
+    storages = Storages.of(step.backward)
+    saved = {key for node in step.received for key in storages.ids[node]}
+    found = {}
+    for node in step.backward.graph.nodes:
+        read = _read_of(node, storages, saved)
+        if read is not None and _leaves(read[0], storages):
+            found[node] = read[1]
+    return found
+
+
+def _read_of(
+    node: fx.Node, storages: Storages, saved: set[int]
+) -> tuple[fx.Node, LinearRead] | None:
+    if node.target is aten.convolution_backward.default:
+        return _convolution(node)
+    if node.target is aten.mm.default:
+        return _product(node, storages, saved)
+    return None
+
+
+def _convolution(node: fx.Node) -> tuple[fx.Node, LinearRead] | None:
+    given = arguments_of(node)
+    result = next((u for u in node.users if u.target is operator.getitem and u.args[1] == 1), None)
+    if result is None or not given["output_mask"][1] or given["transposed"]:
+        return None
+    gradient, activation, weight = given["grad_output"], given["input"], given["weight"]
+    taps: list[int] = []
+    spatial = weight.meta["val"].dim() - 2
+    for dim in range(spatial):
+        taps += _taps(
+            length=activation.meta["val"].shape[2 + dim],
+            positions=gradient.meta["val"].shape[2 + dim],
+            kernel=weight.meta["val"].shape[2 + dim],
+            stride=_of(given["stride"], dim),
+            padding=_of(given["padding"], dim),
+            dilation=_of(given["dilation"], dim),
+        )
+    channels = int(weight.meta["val"].shape[1])
+    return result, LinearRead(node.name, 0, 1, result.name, channels, tuple(taps))
+
+
+def _taps(
+    *, length: int, positions: int, kernel: int, stride: int, padding: int, dilation: int
+) -> Iterator[int]:
+    for position in range(positions):
+        first = position * stride - padding
+        yield sum(0 <= first + tap * dilation < length for tap in range(kernel))
+
+
+def _product(
+    node: fx.Node, storages: Storages, saved: set[int]
+) -> tuple[fx.Node, LinearRead] | None:
+    left, right = node.args[:2]
+    assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
+    is_saved = [bool(saved & set(storages.ids[side])) for side in (left, right)]
+    if is_saved == [False, True]:
+        return node, LinearRead(node.name, 0, 1, node.name, int(right.meta["val"].shape[1]))
+    if is_saved == [True, False]:
+        return node, LinearRead(node.name, 1, 0, node.name, int(left.meta["val"].shape[0]))
+    return None
+
+
+def _leaves(result: fx.Node, storages: Storages) -> bool:
+    """Say whether a node reaches the step's results, and nothing else, and is only added to."""
+    return bool(result.users) and all(
+        user.op == "output"
+        or ((user.target in SUMS or is_alias_op(user, storages)) and _leaves(user, storages))
+        for user in result.users
+    )
+
+
+def _of(values: Sequence[Any], dim: int) -> int:
+    return int(values[dim] if len(values) > 1 else values[0])
