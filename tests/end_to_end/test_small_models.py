@@ -679,7 +679,7 @@ def test_an_unknown_sample_is_refused() -> None:
         ({"max_slowdown": 0.5}, "max_slowdown=0.5"),
         ({"max_slowdown": float("nan")}, "nan"),
         ({"planner": "best"}, "planner='best'"),
-        ({"lossless": False}, "lossless"),
+        ({"error_budget": 0.01}, "lossless"),
         ({"memory_budget": 1, "max_slowdown": 2.0}, "different questions"),
     ],
     ids=str,
