@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
@@ -24,10 +24,13 @@ from backhaul.runtime.observer import Observer, ReadSums
 from backhaul.runtime.quantiser import BLOCK, quantised_nbytes
 from backhaul.scheduler.error_budget import LinearNoise, bounds_of, comet_bound
 
-__all__ = ["AdaptiveCompression", "Policy", "Refresh"]
+__all__ = ["DEFAULT_ERROR_BUDGET", "AdaptiveCompression", "Policy", "Refresh"]
 
 Policy = Literal["bytes", "comet"]
 Change = Literal["", "turn", "plan"]
+
+DEFAULT_ERROR_BUDGET = 0.01
+"""COMET's share (Jin et al. 2021)."""
 
 WATCHED_STEPS = 8
 SIZED_STEPS = 4
@@ -85,7 +88,7 @@ class AdaptiveCompression:
 
     def __init__(
         self,
-        error_budget: float = 0.01,
+        error_budget: float = DEFAULT_ERROR_BUDGET,
         *,
         policy: Policy = "bytes",
         warmup_steps: int = 100,
@@ -107,18 +110,19 @@ class AdaptiveCompression:
         self._overflow_count = 0
         self._had_no_room = False
         self._is_loaded = False
-        self._pending: tuple[float, dict[str, float], dict[str, LinearNoise]] | None = None
-        self._modes: dict[str, Mode] = {}
+        self._pending: tuple[float, dict[str, LinearNoise]] | None = None
         self._roundable: dict[str, Roundable] = {}
 
-    def begin_step(self, roundable: Iterable[Roundable], overflow_count: int) -> Change:
+    def learn(self, roundable: Iterable[Roundable]) -> None:
+        """Take note of what may be rounded in a graph that was captured."""
+        self._roundable |= {each.tensor: each for each in roundable}
+
+    def begin_step(self, overflow_count: int) -> Change:
         """Begin a training step; say whether bounds or the plan must change before it runs.
 
         Args:
-            roundable: What may be rounded.
             overflow_count: How many packed forms had no room since the plan was made.
         """
-        self._roundable = {each.tensor: each for each in roundable}
         self._had_no_room |= overflow_count > self._overflow_count
         self._overflow_count = overflow_count
         step, self._step = self._step, self._step + 1
@@ -188,55 +192,46 @@ class AdaptiveCompression:
         bounds = self._bounds(sums, layers, reference)
         is_due = not self.history or step - self._refreshed_at >= self.refresh_steps
         if is_due or self._had_no_room or self._have_moved(bounds):
-            self._pending = reference, bounds, layers
-            self._modes = {name: self._mode(name, sums[name]) for name in bounds}
+            self._pending = reference, layers
             self.observer.bounds = {
-                name: (bound, self._modes[name]) for name, bound in bounds.items()
+                name: (bound, self._mode(name, sums[name])) for name, bound in bounds.items()
             }
             self.observer.mode = "sizes"
 
     def _refresh(self, step: int) -> Change:
         assert self._pending is not None
-        needs = self.observer.needs()
         if self.observer.sized_count < SIZED_STEPS:
             return ""
-        reference, bounds, layers = self._pending
+        needs = self.observer.needs()
+        reference, layers = self._pending
         self._pending = None
         self.observer.mode = "off"
         self.observer.forget()
         former = {given.tensor: given for given in self.error_bounds}
         wanted = {
             name: given
-            for name, (rows, misfits) in needs.items()
-            if (given := self._given(name, bounds[name], rows, misfits)) is not None
+            for name, need in needs.items()
+            if (given := self._given(name, *need)) is not None
         }
-        can_turn = former.keys() == wanted.keys() and all(
+        has_room = former.keys() == wanted.keys() and all(
             _has_room(former[name], *needs[name]) and former[name].mode == wanted[name].mode
             for name in wanted
         )
-        if can_turn and not self._had_no_room:
-            wanted = {
-                name: ErrorBound(
-                    tensor=name,
-                    bound=bounds[name],
-                    rows=former[name].rows,
-                    exact_blocks=former[name].exact_blocks,
-                    mode=former[name].mode,
-                )
-                for name in wanted
-            }
+        can_turn = has_room and not self._had_no_room
+        if can_turn:
+            wanted = {n: replace(former[n], bound=given.bound) for n, given in wanted.items()}
         self.error_bounds = tuple(wanted.values())
         self._refreshed_at, self._had_no_room = step, False
         exact = {name: min(1.0, needs[name][1] / self._blocks(name)) for name in wanted}
         noise = math.hypot(
-            *(layers[name].noise(bounds[name]) * (1 - exact[name]) ** 0.5 for name in wanted)
+            *(layers[n].noise(given.bound) * (1 - exact[n]) ** 0.5 for n, given in wanted.items())
         )
         self.history.append(
             Refresh(
                 step=step,
                 reference_norm=reference,
                 noise_share=noise / reference if reference else 0.0,
-                bounds={name: bounds[name] for name in wanted},
+                bounds={name: given.bound for name, given in wanted.items()},
                 bits={name: self._bits(given) for name, given in wanted.items()},
                 exact_fractions=exact,
             )
@@ -296,15 +291,15 @@ class AdaptiveCompression:
             return "sign"
         return "dither" if min(each.nonzero_fraction for each in sums) > DENSE else "zero"
 
-    def _given(self, name: str, bound: float, rows: int, misfits: int) -> ErrorBound | None:
+    def _given(self, name: str, rows: int, misfits: int) -> ErrorBound | None:
         """Return what a tensor is to be packed with, or None if that is no smaller."""
-        most = self._blocks(name)
+        (bound, mode), most = self.observer.bounds[name], self._blocks(name)
         given = ErrorBound(
             tensor=name,
             bound=bound,
             rows=min(math.ceil(rows * ROOM) + 8 * ROOM_BLOCKS, 8 * most),
             exact_blocks=min(math.ceil(misfits * ROOM) + ROOM_BLOCKS, most),
-            mode=self._modes[name],
+            mode=mode,
         )
         return given if self._nbytes(given) < self._roundable[name].nbytes else None
 

@@ -206,11 +206,9 @@ class OptimizedModule(nn.Module):
         own, compression = self.__dict__, self.compression
         if compression is None:
             return
-        works: list[Work] = own["_capture"].works
-        roundable = [e for work in works if work.description for e in work.description.roundable]
-        change = compression.begin_step(roundable, sum(self.overflow_counts.values()))
-        bound_by_tensor = {given.tensor: given.bound for given in compression.error_bounds}
+        change = compression.begin_step(sum(self.overflow_counts.values()))
         if change == "turn":
+            bound_by_tensor = {given.tensor: given.bound for given in compression.error_bounds}
             for dials in self._dials():
                 dials.turn([bound_by_tensor[name] for name in dials.names])
         elif change == "plan":
@@ -255,6 +253,8 @@ class OptimizedModule(nn.Module):
                 observer=compression.observer if compression else None,
             )
         )
+        if compression is not None and work.description is not None:
+            compression.learn(work.description.roundable)
         if not is_first and work.plan is not None:
             _logger.warning(
                 "a new shape or mode of %s was planned: %s",

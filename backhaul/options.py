@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from backhaul.compression import AdaptiveCompression, Policy
+from backhaul.compression import DEFAULT_ERROR_BUDGET, AdaptiveCompression, Policy
 from backhaul.errors import CaptureError
 from backhaul.passes.pipeline import Request
 from backhaul.scheduler.planner import PLANNERS, Planner, planner_of
@@ -29,9 +29,6 @@ Bytes = int | float | str | None
 
 ACTIONS: Mapping[str, Way] = {"compress": "pack", "offload": "move", "recompute": "recompute"}
 """What the user may allow, beside keeping."""
-
-DEFAULT_ERROR_BUDGET = 0.01
-"""COMET's share (Jin et al. 2021)."""
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

@@ -95,16 +95,17 @@ class Roundable:
 
 
 def describe(
-    step: StepGraphs, held_bytes: int = 0, error_bounds: Iterable[ErrorBound] = ()
+    step: StepGraphs, held_bytes: int = 0, error_bounds: Iterable[ErrorBound] | None = None
 ) -> Description:
     """Describe the step that keeps everything.
 
     Args:
         step: The step.
         held_bytes: What the caller holds on the device besides the step's inputs.
-        error_bounds: How tensors may be rounded; those that cannot be are left exact.
+        error_bounds: How tensors may be rounded; those that cannot be are left exact.  None if
+            no error is allowed, and it is of no interest what could be.
     """
-    survey = _Survey(step, {given.tensor: given for given in error_bounds})
+    survey = _Survey(step, error_bounds)
     calls = [call_of(node, survey.storages_of(node)) for node in survey.ops]
     tensors, codec_calls = survey.tensors()
     record = GraphRecord(
@@ -194,10 +195,10 @@ def view_chain(view: fx.Node, base: fx.Node, storages: Storages, key: int) -> li
 class _Survey:
     """Positions and holders of everything in the two graphs."""
 
-    def __init__(self, step: StepGraphs, error_bounds: Mapping[str, ErrorBound]) -> None:
+    def __init__(self, step: StepGraphs, error_bounds: Iterable[ErrorBound] | None) -> None:
         self._step = step
-        self._error_bounds = error_bounds
-        self._reads = linear_reads_of(step)
+        self._error_bounds = {given.tensor: given for given in error_bounds or ()}
+        self._reads = {} if error_bounds is None else linear_reads_of(step)
         self._forward = Storages.of(step.forward)
         self._backward = Storages.of(step.backward)
         self.ops = step.ops()
@@ -236,8 +237,8 @@ class _Survey:
 
     def roundable(self) -> tuple[Roundable, ...]:
         """See `Description.roundable`."""
-        found = []
-        for key in self._forward.holders:
+        found: list[Roundable] = []
+        for key in self._forward.holders if self._reads else ():
             base = self._forward.base(key)
             readers = self._readings(key)
             if self._role(key) != "saved" or self._pinned_because(base, key, "saved", True):

@@ -102,7 +102,8 @@ class Work:
 def describe_step(work: Work) -> Work:
     """Describe the captured step."""
     request = work.request
-    return replace(work, description=describe(work.step, request.held_bytes, request.error_bounds))
+    error_bounds = request.error_bounds if work.observer else None
+    return replace(work, description=describe(work.step, request.held_bytes, error_bounds))
 
 
 def measure_machine(work: Work) -> Work:
@@ -147,7 +148,7 @@ def choose_plan(work: Work) -> Work:
 def insert_nodes(work: Work) -> Work:
     """Write the plan into the graphs and open the session that owns its slots."""
     assert work.plan is not None and work.description is not None
-    roundable = work.description.roundable if work.observer else ()
+    roundable = work.description.roundable
     watched = [(each.tensor, read) for each in roundable for read in each.reads]
     session = Session(
         work.link,

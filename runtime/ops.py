@@ -175,11 +175,8 @@ def _quantise(
     return session.dials.pack(step_id, dial, x, Room(rows, exact_blocks, mode))
 
 
-def _fake_quantise(
-    x: Tensor, token: Tensor, dial: int, rows: int, exact_blocks: int, mode: Mode
-) -> Tensor:
-    nbytes = quantiser.quantised_nbytes(x.numel(), rows, exact_blocks, x.dtype)
-    return x.new_empty((nbytes,), dtype=torch.uint8)
+def _fake_quantise(x: Tensor, token: Tensor, dial: int, *room: Any) -> Tensor:
+    return quantiser.fake_quantise(x, token, *room)
 
 
 _define(
@@ -189,36 +186,14 @@ _define(
 )
 
 
-def _dequantise(
-    packed: Tensor,
-    token: Tensor,
-    dial: int,
-    rows: int,
-    exact_blocks: int,
-    size: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    mode: Mode,
-) -> Tensor:
+def _dequantise(packed: Tensor, token: Tensor, dial: int, *form: Any) -> Tensor:
     session, step_id, _ = _open_handle(token[0])
     original = session.dials.original(step_id, dial)
-    if original is not None:
-        return _alias(original)
-    return quantiser.dequantise(packed, rows, exact_blocks, size, stride, dtype, mode)
+    return quantiser.dequantise(packed, *form) if original is None else _alias(original)
 
 
-def _fake_dequantise(
-    packed: Tensor,
-    token: Tensor,
-    dial: int,
-    rows: int,
-    exact_blocks: int,
-    size: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    mode: Mode,
-) -> Tensor:
-    return packed.new_empty_strided(size, stride, dtype=dtype)
+def _fake_dequantise(packed: Tensor, token: Tensor, dial: int, *form: Any) -> Tensor:
+    return quantiser.fake_dequantise(packed, *form)
 
 
 _define(

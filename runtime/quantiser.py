@@ -183,7 +183,7 @@ def dequantise(
         planes = parts.pool.index_select(0, places.view(-1)).view(-1, 8, _ROW)
         used = used + widths.sum()
         numbers = _distances(planes) + parts.lowest[start:stop, None]
-        values = _values(numbers, parts.bound, dtype, mode, start)
+        values = _values(numbers, parts.bound, dtype, mode, _dither(mode, start, numbers))
         part = flat[start * BLOCK : stop * BLOCK]
         part.copy_(values.view(-1)[: part.numel()])
     _restore_exact(parts, flat)
@@ -252,6 +252,7 @@ def _rounded(
     bound = bound.to(wide.dtype)
     size = wide.abs()
     steps = wide * _inverse(_step(bound, x.dtype, mode))
+    dither = _dither(mode, first, x)
     match mode:
         case "zero":
             numbers = torch.where(size <= bound, 0.0, steps.round_())
@@ -259,10 +260,10 @@ def _rounded(
             numbers = torch.where(size <= bound, 0.0, steps.round_())
             numbers = torch.where(wide > 0, numbers + 1, 0.0)
         case "dither":
-            numbers = steps.add_(_dither(first, x)).floor_()
+            numbers = steps.add_(dither).floor_()
             numbers = torch.where(wide == 0, 0.0, numbers + (numbers >= 0).to(numbers.dtype))
     extreme = numbers.abs().amax(dim=1)
-    back = _widened(_values(numbers, bound, x.dtype, mode, first))
+    back = _widened(_values(numbers, bound, x.dtype, mode, dither))
     # One rounding below the bound, as the difference may have been rounded down to it.
     is_right = (back - wide).abs() <= bound * (1 - 4 * torch.finfo(wide.dtype).eps)
     match mode:
@@ -283,7 +284,7 @@ def _rounded(
 
 
 def _values(
-    numbers: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype, mode: Mode, first: int
+    numbers: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype, mode: Mode, dither: torch.Tensor
 ) -> torch.Tensor:
     """Return the elements that numbers stand for, whole blocks, one a row."""
     wide_dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -296,13 +297,17 @@ def _values(
             values = numbers.sub(1).mul_(step)
             values = torch.where(numbers == 1, torch.finfo(dtype).tiny, values)
         case "dither":
-            offset = 0.5 - _dither(first, numbers)
-            values = (numbers - (numbers > 0).to(wide_dtype)).add_(offset).mul_(step)
+            values = (numbers - (numbers > 0).to(wide_dtype)).add_(0.5 - dither).mul_(step)
     return torch.where(numbers == 0, 0.0, values).to(dtype)
 
 
-def _dither(first: int, blocks: torch.Tensor) -> torch.Tensor:
-    """Return a number in [0, 1) for each element of whole blocks, which depends on its place."""
+def _dither(mode: Mode, first: int, blocks: torch.Tensor) -> torch.Tensor:
+    """Return a number in [0, 1) for each element of whole blocks, which depends on its place.
+
+    The modes that do not dither get nothing.
+    """
+    if mode != "dither":
+        return blocks.new_empty(0)
     start = first * BLOCK & 0x7FFFFFFF
     hashed = torch.arange(blocks.numel(), dtype=torch.int32, device=blocks.device).add_(start)
     for factor, shift in ((-2048144789, 13), (-1028477387, 16)):

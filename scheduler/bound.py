@@ -72,11 +72,11 @@ def _solved(
 ) -> float:
     """Solve the program; `held` has the bytes that each offer begins and ends to hold.
 
-    Bytes are in units of the limit, and seconds of the step: solvers want numbers near 1.
+    Bytes are in units of the limit: solvers want numbers near 1.
     """
     if (floor > limit).any():
         return float("inf")
-    byte_unit, second_unit = float(max(limit, 1)), sum(cost.duration_s)
+    byte_unit = float(max(limit, 1))
     count, width = len(cost.duration_s), len(offers)
     # Columns: the offers, the two stalls, and the bytes held during each op.
     held = sparse.coo_array((held.data, held.coords), shape=(count + 1, width)).tocsr()[:count]
@@ -92,7 +92,7 @@ def _solved(
     late, late_limit = _late_copies(cost, offers)
     bounds: list[tuple[int, float | None]] = [(0, 1)] * width + [(0, None)] * 2
     bounds += [(0, int(limit - bytes_at) / byte_unit) for bytes_at in floor]
-    seconds = [option.compute_s / second_unit for _, option in offers] + [1.0, 1.0] + [0.0] * count
+    seconds = [option.compute_s for _, option in offers] + [1.0, 1.0] + [0.0] * count
     solved = linprog(
         seconds,
         A_ub=sparse.hstack([late, sparse.csr_array((late.shape[0], count))]).tocsr(),
@@ -106,7 +106,7 @@ def _solved(
         return float("inf")
     if solved.status != 0:
         raise InternalError(f"the linear program of a lower bound was not solved: {solved.message}")
-    return second_unit * float(1 + solved.fun)
+    return float(sum(cost.duration_s) + solved.fun)
 
 
 def _late_copies(
@@ -120,29 +120,28 @@ def _late_copies(
     """
     starts_s, middle = cost.starts_s, cost.forward_count
     width = len(offers)
-    second_unit = sum(cost.duration_s)
-    packing_s = np.array([option.compute_s for _, option in offers]) / second_unit
+    packing_s = np.array([option.compute_s for _, option in offers])
     rows, limits = [], []
     births = sorted({cost.layout.ready[name] for name, option in offers if option.d2h_s})
     for birth in births:
         row = np.zeros(width + 2)
         for column, (name, option) in enumerate(offers):
             if cost.layout.ready[name] >= birth:
-                row[column] = option.d2h_s / second_unit
+                row[column] = option.d2h_s
         row[:width] -= packing_s
         row[width] = -1.0
         rows.append(row)
-        limits.append((starts_s[middle] - starts_s[birth + 1]) / second_unit)
+        limits.append(starts_s[middle] - starts_s[birth + 1])
     uses = sorted({cost.planned[name].first_backward_use for name, o in offers if o.h2d_s})
     for use in uses:
         row = np.zeros(width + 2)
         for column, (name, option) in enumerate(offers):
             if cost.planned[name].first_backward_use <= use:
-                row[column] = option.h2d_s / second_unit
+                row[column] = option.h2d_s
         row[:width] -= packing_s
         row[width + 1] = -1.0
         rows.append(row)
-        limits.append((starts_s[use] - starts_s[middle]) / second_unit)
+        limits.append(starts_s[use] - starts_s[middle])
     if not rows:
         return sparse.csr_array((0, width + 2)), []
     return sparse.csr_array(np.array(rows)), limits
