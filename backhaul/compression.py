@@ -11,6 +11,7 @@ than `MOVE`, or a packed form had no room.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +26,8 @@ from backhaul.runtime.quantiser import BLOCK, quantised_nbytes
 from backhaul.scheduler.error_budget import LinearNoise, bounds_of, comet_bound
 
 __all__ = ["DEFAULT_ERROR_BUDGET", "AdaptiveCompression", "Policy", "Refresh"]
+
+_logger = logging.getLogger(__name__)
 
 Policy = Literal["bytes", "comet"]
 Change = Literal["", "turn", "plan"]
@@ -182,6 +185,9 @@ class AdaptiveCompression:
         self._look_at = step + max(self.refresh_steps // LOOKS, WATCHED_STEPS)
         if not sums:
             return
+        if not all(each.is_finite for reads in sums.values() for each in reads):
+            _logger.warning("a watched gradient was not finite: bounds stay until the next look")
+            return
         layers = {
             name: LinearNoise(
                 numel=self._roundable[name].numel, spread=sum(each.spread for each in reads)
@@ -190,6 +196,8 @@ class AdaptiveCompression:
         }
         reference = self._reference_norm(sums)
         bounds = self._bounds(sums, layers, reference)
+        if not bounds:  # No error would be heard, as where every gradient is 0.
+            return
         is_due = not self.history or step - self._refreshed_at >= self.refresh_steps
         if is_due or self._had_no_room or self._have_moved(bounds):
             self._pending = reference, layers

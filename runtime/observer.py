@@ -59,6 +59,11 @@ class ReadSums:
     gradient_mean: float
     weight_gradient_mean: float
 
+    @property
+    def is_finite(self) -> bool:
+        """Say whether every gradient was finite, as those of a loss that is scaled may not be."""
+        return math.isfinite(self.spread) and math.isfinite(self.squared_norm)
+
 
 class Observer:
     """What has been seen of every read.
@@ -143,8 +148,6 @@ def _norm(x: Tensor, order: int = 2) -> Tensor:
 
 def _means(total: Tensor, count: int) -> ReadSums:
     values = (total / count).tolist()
-    if not all(math.isfinite(value) for value in values):
-        raise FloatingPointError("a gradient was not finite while steps were watched")
     return ReadSums(
         spread=values[0],
         squared_norm=values[1],

@@ -180,6 +180,18 @@ def test_the_state_goes_on_in_another_process_and_in_copies() -> None:
     assert "error" not in str(list(module.state_dict()))
 
 
+@pytest.mark.parametrize("scale", (0.0, math.inf, math.nan))
+def test_gradients_that_say_nothing_leave_steps_exact_until_the_next_look(scale: float) -> None:
+    module = lossy(small_model(), refresh_steps=50)
+    images, labels = batch()
+    for _ in range(WARMUP + 5):
+        (functional.cross_entropy(module(images), labels) * scale).backward()
+    assert not module.compression.history
+    for _ in range(30):
+        step(module)
+    assert len(module.compression.history) == 1
+
+
 def test_momentum_is_the_reference_if_there_is_one() -> None:
     module = lossy(small_model())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0, momentum=0.5)
