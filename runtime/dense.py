@@ -17,6 +17,7 @@ __all__ = [
     "is_dense",
     "memory_order",
     "memory_ordered",
+    "temporary_bytes",
 ]
 
 TEMPORARY_BYTES = {"cpu": 512 << 10}
@@ -96,8 +97,12 @@ def memory_order(x: torch.Tensor) -> list[int]:
 
 def chunk_length(device: torch.device, *, bytes_per_element: float) -> int:
     """Return how many elements to work on at once, given what each takes in temporaries."""
-    temporary_bytes = TEMPORARY_BYTES.get(device.type, _ACCELERATOR_TEMPORARY_BYTES)
-    return int(temporary_bytes / bytes_per_element)
+    return int(temporary_bytes(device) / bytes_per_element)
+
+
+def temporary_bytes(device: torch.device) -> int:
+    """Return how many bytes temporaries may take at once."""
+    return TEMPORARY_BYTES.get(device.type, _ACCELERATOR_TEMPORARY_BYTES)
 
 
 def _check_dense(size: Sequence[int], stride: Sequence[int]) -> None:

@@ -6,31 +6,30 @@ from the least of them, in planes of one bit: as many planes as its largest dist
 The packed form is one buffer of bytes, which a link moves as it moves any tensor:
 
     exact     as x     [exact_blocks, BLOCK]     blocks that do not fit, as they were
-    where     int32    [exact_blocks]            which blocks those are, -1 for none
-    lowest    int32    [blocks]                  the least number of each block
+    pool      int8     [rows + 1, ROW]           the planes of the blocks; waste
+    heads     int32    [blocks]                  the least number of each block, and its width
+    where     int32    [exact_blocks]            which blocks are in `exact`, -1 for none
     needs     int32    [2]                       rows and exact blocks that there should be
     bound     float32  [1]                       the bound that it was packed with
-    pool      uint8    [rows + 2, BLOCK // 8]    the planes of the blocks; zeros; waste
-    widths    uint8    [blocks]                  how many planes each block has
 
 A block fits if its distances do not exceed 8 bits, and each of its elements has been checked to
 come back within the bound; one with a NaN or an infinity never does.  Every size is known
 beforehand, and nothing waits for the device: where `needs` exceeds what there is, the packed form
 is void.
 
-There are three ways to round; in all of them 0 comes back as 0:
+There are three ways to round:
 
     zero      to the nearest number of steps: what is within the bound comes back as exactly 0
-    sign      the same, for ReLU outputs, but what is positive comes back positive: what is within
-              the bound as the least normal number of the dtype
+    sign      to the middle of a step, for ReLU outputs: 0 comes back as 0, and what is positive
+              positive
     dither    to the number below after a pseudo-random part of a step was added, which is taken
               away again: errors are uniform and independent of the tensor, and so do not add
               up over elements that are alike
 
-What comes back is the nearest value of the tensor's dtype to the number times the step, which may
-be farther from x than that is.  For dtypes of 16 bits the step is therefore a power of two: then
-its multiples either are values of the dtype, or lie closer to x than the next value does.  Dithered
-values are no multiples: there the step is 1.5 times the bound, which leaves room for the rounding.
+What comes back is the nearest value of the tensor's dtype, which may be farther from x than what it
+is nearest to.  For dtypes of 16 bits in mode `zero` the step is therefore a power of two: then its
+multiples either are values of the dtype, or lie closer to x than the next value does.  In the
+other modes it is 1.5 times the bound there, which leaves room for the rounding.
 """
 
 from __future__ import annotations
@@ -42,7 +41,9 @@ from typing import NamedTuple
 import torch
 
 from backhaul.records import Mode
-from backhaul.runtime.dense import chunk_length, memory_ordered
+from backhaul.runtime.block_kernels import BLOCK, LANES, MISFIT, ROW, heads_of, scale_of, widths_of
+from backhaul.runtime.dense import chunk_length, memory_ordered, temporary_bytes
+from backhaul.runtime.kernel_compiler import EAGER, Kernels, kernels_for
 
 __all__ = [
     "BLOCK",
@@ -55,14 +56,11 @@ __all__ = [
     "quantised_nbytes",
 ]
 
-BLOCK = 256
-_LANES = 8
-_ROW = BLOCK // _LANES
-
-# Beyond this a number of steps and its distance are no longer exact as float32.
-_MOST_STEPS = 2.0**22
-# Leaves room for the rounding of x / step, where the step is no power of two.
-_MARGIN = 1 - 2.0**-10
+# What kernels hold beside their input and output, for each element.
+_EAGER_TEMPORARY_BYTES = 24.0
+_COMPILED_TEMPORARY_BYTES = 1.25
+# The threads of a CPU meet at the end of each kernel, so that small pieces are dear.
+_COMPILED_PIECE_BYTES = {"cpu": 2 << 20}
 
 
 def quantised_nbytes(numel: int, rows: int, exact_blocks: int, dtype: torch.dtype) -> int:
@@ -96,24 +94,14 @@ def quantise(
         ValueError: x is not dense, or not floating-point.
     """
     buffer = fake_quantise(x, bound, rows, exact_blocks, mode)
-    flat = memory_ordered(x)
     packed = _Packed.of(buffer, x.numel(), rows, exact_blocks, x.dtype)
     packed.bound.copy_(bound)
-    packed.pool[rows:].zero_()
-    is_misfit = x.new_empty(packed.lowest.numel(), dtype=torch.bool)
-    used = packed.needs.new_zeros(())
-    for start, stop in _chunks(flat):
-        part = _blocks_of(flat, start, stop)
-        numbers, lowest, widths, misfit = _rounded(part, packed.bound, mode, start)
-        packed.lowest[start:stop] = lowest
-        packed.widths[start:stop] = widths
-        is_misfit[start:stop] = misfit
-        planes = _planes((numbers - lowest[:, None]).int().mul_(~misfit[:, None]))
-        to = _places(widths, used, rows, otherwise=rows + 1)
-        packed.pool.index_copy_(0, to.view(-1), planes.view(-1, _ROW))
-        used = used + widths.sum()
-    packed.needs[0], packed.needs[1] = used, is_misfit.sum()
-    _store_exact(packed, flat, is_misfit, mode)
+    scale, used = scale_of(packed.bound, x.dtype, mode), packed.needs.new_zeros(())
+    for kernels, blocks, place in _pieces(x, mode):
+        rounded = kernels.round(blocks, _first(place, x), scale, mode)
+        packed.heads[place], used = kernels.store(*rounded, used, packed.pool)
+    packed.needs[0], packed.needs[1] = used, (packed.heads == MISFIT).sum()
+    _store_exact(packed, memory_ordered(x), mode)
     return buffer
 
 
@@ -136,11 +124,12 @@ def needs(
 
 def measure(x: torch.Tensor, bound: torch.Tensor, mode: Mode = "zero") -> torch.Tensor:
     """Return rows and exact blocks that a tensor would need; see `needs`."""
-    flat = memory_ordered(x)
     found = torch.zeros(2, dtype=torch.int32, device=x.device)
-    for start, stop in _chunks(flat):
-        _, _, widths, misfit = _rounded(_blocks_of(flat, start, stop), bound, mode, start)
-        found += torch.stack((widths.sum(), misfit.sum()))
+    scale = scale_of(bound, x.dtype, mode)
+    for kernels, blocks, place in _pieces(x, mode):
+        _, *extremes = kernels.round(blocks, _first(place, x), scale, mode)
+        heads = heads_of(*extremes)
+        found += torch.stack((widths_of(heads).sum(), (heads == MISFIT).sum()))
     return found
 
 
@@ -173,20 +162,29 @@ def dequantise(
             f"{packed.numel():,} bytes are not what a {dtype} tensor of size {tuple(size)} is "
             f"packed to with {rows} rows and room for {exact_blocks} exact blocks"
         )
-    x = fake_dequantise(packed, rows, exact_blocks, size, stride, dtype, mode)
-    flat = memory_ordered(x)
     parts = _Packed.of(packed, numel, rows, exact_blocks, dtype)
-    used = parts.needs.new_zeros(())
-    for start, stop in _chunks(flat):
-        widths = parts.widths[start:stop].int()
-        places = _places(widths, used, rows, otherwise=rows)
-        planes = parts.pool.index_select(0, places.view(-1)).view(-1, 8, _ROW)
-        used = used + widths.sum()
-        numbers = _distances(planes) + parts.lowest[start:stop, None]
-        values = _values(numbers, parts.bound, dtype, mode, _dither(mode, start, numbers))
-        part = flat[start * BLOCK : stop * BLOCK]
-        part.copy_(values.view(-1)[: part.numel()])
-    _restore_exact(parts, flat)
+    scale, used = scale_of(parts.bound, dtype, mode), parts.needs.new_zeros(())
+    kernels = kernels_for(len(parts.heads), dtype, mode, packed.device)
+    if kernels.is_compiled and numel % BLOCK == 0:
+        every = _first(slice(0, 0), packed)
+        blocks, _ = kernels.load(parts.heads, every, used, parts.pool, scale, dtype, mode)
+        x = blocks.as_strided(size, stride)
+    else:
+        x = fake_dequantise(packed, rows, exact_blocks, size, stride, dtype, mode)
+        flat = memory_ordered(x)
+        for place in _places(len(parts.heads), kernels, packed.device):
+            blocks, used = kernels.load(
+                parts.heads[place],
+                _first(place, packed),
+                used,
+                parts.pool,
+                scale,
+                dtype,
+                mode,
+            )
+            part = flat[place.start * BLOCK : place.stop * BLOCK]
+            part.copy_(blocks.view(-1)[: part.numel()])
+    _restore_exact(parts, memory_ordered(x))
     return x
 
 
@@ -207,12 +205,11 @@ class _Packed(NamedTuple):
     """Views of the parts of a packed form, in their order; see the module."""
 
     exact: torch.Tensor
+    pool: torch.Tensor
+    heads: torch.Tensor
     where: torch.Tensor
-    lowest: torch.Tensor
     needs: torch.Tensor
     bound: torch.Tensor
-    pool: torch.Tensor
-    widths: torch.Tensor
 
     @staticmethod
     def of(
@@ -230,158 +227,74 @@ class _Packed(NamedTuple):
 def _layout(
     numel: int, rows: int, exact_blocks: int, dtype: torch.dtype
 ) -> tuple[tuple[torch.dtype, tuple[int, ...]], ...]:
-    """List dtype and shape of each part; each begins where its dtype may."""
+    """List dtype and shape of each part; each begins where its dtype may, the large at 32 bytes."""
     blocks = -(-numel // BLOCK)
     room = min(exact_blocks, blocks)
     return (
         (dtype, (room, BLOCK)),
-        (torch.int32, (room,)),
+        (torch.int8, (rows + 1, ROW)),
         (torch.int32, (blocks,)),
+        (torch.int32, (room,)),
         (torch.int32, (2,)),
         (torch.float32, (1,)),
-        (torch.uint8, (rows + 2, _ROW)),
-        (torch.uint8, (blocks,)),
     )
 
 
-def _rounded(
-    x: torch.Tensor, bound: torch.Tensor, mode: Mode, first: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return numbers, least numbers, widths and misfits of whole blocks, one a row."""
-    wide = _widened(x)
-    bound = bound.to(wide.dtype)
-    size = wide.abs()
-    steps = wide * _inverse(_step(bound, x.dtype, mode))
-    dither = _dither(mode, first, x)
-    match mode:
-        case "zero":
-            numbers = torch.where(size <= bound, 0.0, steps.round_())
-        case "sign":
-            numbers = torch.where(size <= bound, 0.0, steps.round_())
-            numbers = torch.where(wide > 0, numbers + 1, 0.0)
-        case "dither":
-            numbers = steps.add_(dither).floor_()
-            numbers = torch.where(wide == 0, 0.0, numbers + (numbers >= 0).to(numbers.dtype))
-    extreme = numbers.abs().amax(dim=1)
-    back = _widened(_values(numbers, bound, x.dtype, mode, dither))
-    # One rounding below the bound, as the difference may have been rounded down to it.
-    is_right = (back - wide).abs() <= bound * (1 - 4 * torch.finfo(wide.dtype).eps)
-    match mode:
-        case "zero":
-            is_right |= size <= bound
-        case "sign":
-            is_right |= (size <= bound) & (back <= bound)
-            is_right &= wide >= 0
-        case "dither":
-            is_right |= wide == 0
-    lowest, highest = torch.aminmax(numbers, dim=1)
-    span = highest - lowest
-    # A NaN fails every comparison.
-    fits = (span < 256) & (extreme <= _MOST_STEPS) & is_right.all(dim=1)
-    lowest, span = torch.where(fits, lowest, 0.0), torch.where(fits, span, 0.0)
-    widths = torch.frexp(span.float()).exponent
-    return numbers, lowest.int(), widths.int(), ~fits
+def _pieces(x: torch.Tensor, mode: Mode) -> Iterator[tuple[Kernels, torch.Tensor, slice]]:
+    """Cut a tensor's blocks into pieces; yield each with its kernels and its place.
 
-
-def _values(
-    numbers: torch.Tensor, bound: torch.Tensor, dtype: torch.dtype, mode: Mode, dither: torch.Tensor
-) -> torch.Tensor:
-    """Return the elements that numbers stand for, whole blocks, one a row."""
-    wide_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    step = _step(bound.to(wide_dtype), dtype, mode)
-    numbers = numbers.to(wide_dtype)
-    match mode:
-        case "zero":
-            return numbers.mul(step).to(dtype)
-        case "sign":
-            values = numbers.sub(1).mul_(step)
-            values = torch.where(numbers == 1, torch.finfo(dtype).tiny, values)
-        case "dither":
-            values = (numbers - (numbers > 0).to(wide_dtype)).add_(0.5 - dither).mul_(step)
-    return torch.where(numbers == 0, 0.0, values).to(dtype)
-
-
-def _dither(mode: Mode, first: int, blocks: torch.Tensor) -> torch.Tensor:
-    """Return a number in [0, 1) for each element of whole blocks, which depends on its place.
-
-    The modes that do not dither get nothing.
+    The last block of the tensor is filled up with zeros.
     """
-    if mode != "dither":
-        return blocks.new_empty(0)
-    start = first * BLOCK & 0x7FFFFFFF
-    hashed = torch.arange(blocks.numel(), dtype=torch.int32, device=blocks.device).add_(start)
-    for factor, shift in ((-2048144789, 13), (-1028477387, 16)):
-        hashed.mul_(factor)
-        hashed ^= (hashed >> shift) & (1 << (32 - shift)) - 1
-    return (hashed & 0xFFFFFF).float().mul_(2.0**-24).view(blocks.shape)
+    flat = memory_ordered(x)
+    whole = flat.numel() // BLOCK
+    kernels = kernels_for(whole, x.dtype, mode, x.device)
+    blocks = flat[: whole * BLOCK].view(-1, LANES, ROW)
+    for place in _places(whole, kernels, x.device):
+        yield kernels, blocks[place], place
+    rest = flat[whole * BLOCK :]
+    if rest.numel():
+        last = torch.nn.functional.pad(rest, (0, BLOCK - rest.numel()))
+        yield EAGER, last.view(1, LANES, ROW), slice(whole, whole + 1)
 
 
-def _widened(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dtype == torch.float64 else x.float()
+def _places(blocks: int, kernels: Kernels, device: torch.device) -> Iterator[slice]:
+    """Cut so many blocks into runs of about the same length, so that temporaries stay small."""
+    if kernels.is_compiled:
+        nbytes = _COMPILED_PIECE_BYTES.get(device.type, temporary_bytes(device))
+        most = int(nbytes / (BLOCK * _COMPILED_TEMPORARY_BYTES))
+    else:
+        most = _blocks_at_once(device)
+    length = -(-blocks // -(-blocks // most)) if blocks else 1
+    for start in range(0, blocks, length):
+        yield slice(start, min(start + length, blocks))
 
 
-def _step(bound: torch.Tensor, dtype: torch.dtype, mode: Mode) -> torch.Tensor:
-    """Return the largest step that keeps to the bound after what comes back is rounded."""
-    if dtype.itemsize <= 2 and mode == "dither":
-        return 1.5 * bound.clamp(max=torch.finfo(bound.dtype).max / 4)
-    step = 2 * bound.clamp(max=torch.finfo(bound.dtype).max / 4)
-    if dtype.itemsize > 2:
-        return step * _MARGIN
-    _, exponent = torch.frexp(step)
-    return torch.ldexp(torch.ones_like(step), exponent - 1)
+def _blocks_at_once(device: torch.device) -> int:
+    return max(1, chunk_length(device, bytes_per_element=_EAGER_TEMPORARY_BYTES) // BLOCK)
 
 
-def _inverse(step: torch.Tensor) -> torch.Tensor:
-    """Return 1 / step, or the largest finite number, with which only 0 stays small."""
-    return step.reciprocal().clamp(max=torch.finfo(step.dtype).max)
+def _first(place: slice, like: torch.Tensor) -> torch.Tensor:
+    """Return where a run of blocks begins, as kernels take it."""
+    return like.new_full((), place.start, dtype=torch.int32)
 
 
-def _places(widths: torch.Tensor, used: torch.Tensor, rows: int, *, otherwise: int) -> torch.Tensor:
-    """Return the row of each of the 8 planes of each block, where it has one and there is room."""
-    first = used + widths.cumsum(0) - widths
-    plane = torch.arange(8, dtype=torch.int32, device=widths.device)
-    place = first[:, None] + plane
-    has_room = (plane < widths[:, None]) & (place < rows)
-    return torch.where(has_room, place, otherwise)
-
-
-def _planes(distances: torch.Tensor) -> torch.Tensor:
-    """Cut distances into planes of bits: `[m, BLOCK]` int32 to `[m, 8, BLOCK // 8]` uint8.
-
-    Bit i of byte b of a plane belongs to element `i * BLOCK // 8 + b`.
-    """
-    lanes = distances.to(torch.uint8).view(-1, _LANES, _ROW)
-    planes = torch.zeros((len(lanes), 8, _ROW), dtype=torch.uint8, device=lanes.device)
-    for plane in range(8):
-        for lane in range(_LANES):
-            planes[:, plane] |= (lanes[:, lane] >> plane & 1) << lane
-    return planes
-
-
-def _distances(planes: torch.Tensor) -> torch.Tensor:
-    """Undo `_planes`."""
-    lanes = torch.zeros((len(planes), _LANES, _ROW), dtype=torch.uint8, device=planes.device)
-    for plane in range(8):
-        for lane in range(_LANES):
-            lanes[:, lane] |= (planes[:, plane] >> lane & 1) << plane
-    return lanes.view(-1, BLOCK).int()
-
-
-def _store_exact(packed: _Packed, flat: torch.Tensor, is_misfit: torch.Tensor, mode: Mode) -> None:
+def _store_exact(packed: _Packed, flat: torch.Tensor, mode: Mode) -> None:
     """Copy the blocks that do not fit, as many as there is room for."""
     room = packed.where.numel()
     if not room:
         return
+    is_misfit = packed.heads == MISFIT
     slot = is_misfit.cumsum(0).sub_(1)
     slot = torch.where(is_misfit & (slot < room), slot, room)
     where = packed.where.new_full((room + 1,), -1)
     where.scatter_(0, slot, torch.arange(slot.numel(), dtype=where.dtype, device=where.device))
     packed.where.copy_(where[:room])
+    wide = torch.promote_types(flat.dtype, torch.float32)
     for rows, where in _chunks_of_rows(packed.exact, packed.where):
         index, is_inside = _elements(where.clamp(min=0), flat.numel())
         original = flat[index]
         if mode == "zero":
-            is_inside = is_inside & ~(_widened(original).abs() <= packed.bound)
+            is_inside = is_inside & ~(original.to(wide).abs() <= packed.bound)
         rows.copy_(torch.where(is_inside, original, 0.0))
 
 
@@ -415,23 +328,3 @@ def _elements(where: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tens
     index = first + torch.arange(BLOCK, device=where.device)
     is_inside = index < numel
     return torch.where(is_inside, index, first), is_inside
-
-
-def _chunks(flat: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Cut the blocks of a tensor into runs, so that temporaries stay small."""
-    blocks, chunk = -(-flat.numel() // BLOCK), _blocks_at_once(flat.device)
-    for start in range(0, blocks, chunk):
-        yield start, min(start + chunk, blocks)
-
-
-def _blocks_of(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """View blocks as rows; the last one of the tensor is filled up with zeros."""
-    part = flat[start * BLOCK : stop * BLOCK]
-    missing = (stop - start) * BLOCK - part.numel()
-    if missing:
-        part = torch.nn.functional.pad(part, (0, missing))
-    return part.view(-1, BLOCK)
-
-
-def _blocks_at_once(device: torch.device) -> int:
-    return max(1, chunk_length(device, bytes_per_element=16.0) // BLOCK)

@@ -83,7 +83,7 @@ def check(case: tuple[Tensor, float], mode: Mode) -> None:
     wide_x, wide_y = x.double(), y.double()
     finite = x.isfinite()
     assert ((wide_x - wide_y).abs()[finite] <= told.double()).all()
-    assert (y[x == 0] == 0).all()
+    assert mode == "dither" or (y[x == 0] == 0).all()
     assert y[x.isnan()].isnan().all() and torch.equal(y[x.isinf()], x[x.isinf()])
     if mode == "zero":
         assert (y[wide_x.abs() <= told] == 0).all()
@@ -156,9 +156,12 @@ def test_an_element_of_exactly_the_bound_comes_back_as_zero(dtype: torch.dtype) 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_signs_stay_where_values_vanish(dtype: torch.dtype) -> None:
     tiny = torch.finfo(dtype).tiny
-    x = torch.tensor([0.75, 0.01, tiny, 0.0, -0.0, 1.5], dtype=torch.float64).to(dtype)
-    assert round_trip(x, 0.75, "sign")[:5].tolist() == [tiny, tiny, tiny, 0, 0]
-    assert measure(-x, torch.tensor(0.75), "sign")[1] == 1
+    x = torch.tensor([0.7, 0.01, tiny, 0.0, -0.0, 2.5], dtype=torch.float64).to(dtype)
+    y = round_trip(x, 0.75, "sign")
+    assert y[3:5].tolist() == [0, 0] and (y[:3] == y[0]).all() and 0.5 < y[0] < 0.75 < y[5]
+    assert measure(-x, torch.tensor(0.75), "sign").tolist() == [0, 1]
+    least = torch.finfo(torch.float32).smallest_normal * 2.0**-23
+    assert measure(x, torch.tensor(least), "sign").tolist() == [0, 1]
 
 
 def test_dithered_errors_of_equal_elements_differ() -> None:
@@ -179,7 +182,7 @@ def test_large_tensors_are_worked_on_in_pieces(mode: Mode, monkeypatch: pytest.M
     x[::1000] = 1e9
     room = measure(x, bound, mode).tolist()
     packed, y = quantise(x, bound, *room, mode), round_trip(x, 0.03, mode)
-    monkeypatch.setattr(dense, "TEMPORARY_BYTES", {"cpu": 16 * 3 * BLOCK})
+    monkeypatch.setattr(dense, "TEMPORARY_BYTES", {"cpu": 24 * 3 * BLOCK})
     assert measure(x, bound, mode).tolist() == room
     assert quantise(x, bound, *room, mode).equal(packed)
     assert round_trip(x, 0.03, mode).equal(y)
