@@ -44,8 +44,8 @@ _OUT_OF_RANGE = 2**30
 # Leaves room for the rounding of x / step, where the step is no power of two.
 _MARGIN = 1 - 2.0**-10
 _NIBBLE_BITS, _HIGHEST_BITS, _GATHER_BITS = 0x11111111, -0x77777778, 0x01020408
-# Two rounds of multiplying and shifting: `prospector`'s family of integer hashes.
-_HASH = ((-2048144789, 13), (-1028477387, 16))
+# 2**32 over the golden ratio, and a number of `lowbias32`, both as int32.
+_GOLDEN, _MIXER = -1640531535, -1028477379
 
 
 def scale_of(bound: torch.Tensor, dtype: torch.dtype, mode: Mode) -> torch.Tensor:
@@ -136,7 +136,7 @@ def store_blocks(
     """
     heads = heads_of(lowest, highest)
     ends = used + widths_of(heads).cumsum(0, dtype=torch.int32)
-    distances = torch.stack(_less(*words.unbind(1), (heads >> 4)[:, None]), 1)[:, :, None]
+    distances = torch.stack(_less(words[:, 0], words[:, 1], (heads >> 4)[:, None]), 1)[:, :, None]
     bit = torch.arange(4, dtype=torch.int32, device=words.device)[:, None]
     planes = _gathered(distances >> bit).to(torch.int8)
     plane = torch.arange(LANES, dtype=torch.int32, device=words.device).view(2, 4)
@@ -178,12 +178,12 @@ def load_blocks(
         )
         for plane in range(LANES)
     ]
-    shape = (heads.shape[0], LANES, ROW)
-    lowest, dither = (heads >> 4)[:, None], _dither(shape[0], first, mode)
+    lowest, dither = (heads >> 4)[:, None], _dither(heads.shape[0], first, mode)
+    dithers = dither.unbind(1) if dither.dim() else LANES * (dither,)
     lanes = [_gathered(word >> bit) & 255 for word in _nibble_words(planes) for bit in range(4)]
     values = [
         _values((lane + lowest).to(scale.dtype), lane_dither, scale, dtype, mode)
-        for lane, lane_dither in zip(lanes, dither.expand(shape).unbind(1), strict=True)
+        for lane, lane_dither in zip(lanes, dithers, strict=True)
     ]
     return torch.stack(values, 1), ends[-1]
 
@@ -199,7 +199,7 @@ def _numbers(
         case "sign":
             return (wide * inverse).ceil()
         case "dither":
-            return (wide * inverse + dither).floor()
+            return (wide * inverse + dither).round()
 
 
 def _values(
@@ -217,21 +217,29 @@ def _values(
         case "sign":
             return torch.where(numbers > 0, (numbers - 0.5) * step, 0.0).to(dtype)
         case "dither":
-            return ((numbers + (0.5 - dither)) * step).to(dtype)
+            return ((numbers - dither) * step).to(dtype)
 
 
 def _dither(blocks: int, first: torch.Tensor, mode: Mode) -> torch.Tensor:
-    """Return a number in [0, 1) for each element, which depends on its place; else nothing."""
+    """Return a number from -0.5 to 0.5 for each element, by a hash of its place; else nothing."""
     if mode != "dither":
         return first
-    place = torch.arange(blocks, dtype=torch.int32, device=first.device)[:, None, None]
-    lane = torch.arange(LANES, dtype=torch.int32, device=first.device)[:, None]
-    hashed = (first + place) * BLOCK + lane * ROW
-    hashed = hashed + torch.arange(ROW, dtype=torch.int32, device=first.device)
-    for factor, shift in _HASH:
-        hashed = hashed * factor
-        hashed = hashed ^ (hashed >> shift) & (1 << (32 - shift)) - 1
-    return (hashed & 0xFFFFFF).to(torch.float32) * 2.0**-24
+    block = torch.arange(blocks, dtype=torch.int32, device=first.device) + first
+    block = _mixed(_mixed(block * _GOLDEN))
+    # The first product is a sum of products, which a loop over memory makes once for all lanes.
+    lane = torch.arange(LANES, dtype=torch.int32, device=first.device) * _signed(ROW * _GOLDEN)
+    column = torch.arange(ROW, dtype=torch.int32, device=first.device) * _GOLDEN
+    hashed = _mixed(block[:, None, None] + lane[:, None] + column)
+    return hashed.to(torch.float32) * 2.0**-32
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    return (words ^ words >> 13 & 2**19 - 1) * _MIXER
+
+
+def _signed(word: int) -> int:
+    """Return the int32 of the lowest 32 bits."""
+    return (word + 2**31) % 2**32 - 2**31
 
 
 def _rows_of(

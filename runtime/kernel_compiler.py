@@ -5,18 +5,22 @@ It is compiled when a tensor first needs it, in some seconds, and kept on disk b
 cache.  Where there is no compiler, or it fails, the same functions run eagerly, slower, and
 `executor` says so.
 
-Private torch API: whether a dispatch mode is active, and Dynamo's mark of a dynamic dimension.
+They are exported and compiled once rather than by `torch.compile`: no guard is asked at a call, and
+no state of torch compiles them again in the middle of a step.
+
+Private torch API: whether a dispatch mode is active, and Dynamo's switch.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from types import FunctionType
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import nn
+from torch.export import Dim
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from backhaul.records import Mode
@@ -43,9 +47,6 @@ _OPTIONS: dict[str, Any] = {
     # Rows are clamped to the pool.
     "assert_indirect_indexing": False,
     "cpp.dynamic_threads": True,
-    "size_asserts": False,
-    # The dtypes and the device are ours to keep, a kernel each; the count of blocks is symbolic.
-    "guard_filter_fn": torch.compiler.skip_all_guards_unsafe,
 }
 
 
@@ -96,10 +97,9 @@ def kernels_for(blocks: int, dtype: torch.dtype, mode: Mode, device: torch.devic
 
 @functools.cache
 def _compiled(dtype: torch.dtype, mode: Mode, device: str) -> tuple[Kernels, Executor]:
-    suffix = f"{dtype}_{mode}_{device}".replace(".", "_")
-    kernels = Kernels(*(_compiling(kernel, suffix) for kernel in EAGER[:3]), is_compiled=True)
     try:
-        _run_example(kernels, dtype, mode, device)
+        with torch.no_grad(), torch.autocast(device, enabled=False):
+            kernels = _compile(dtype, mode, device)
     except Exception as error:  # A compiler fails with whatever it likes.
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         _logger.warning("kernels for %s on %s run eagerly: %s", dtype, device, reason)
@@ -107,32 +107,58 @@ def _compiled(dtype: torch.dtype, mode: Mode, device: str) -> tuple[Kernels, Exe
     return kernels, Executor("inductor", f"compiled for {dtype} on {device}")
 
 
-def _compiling(kernel: Callable[..., Any], suffix: str) -> Callable[..., Any]:
-    """Return a kernel of its own to compile: what is compiled of a function is kept by its code."""
-    assert isinstance(kernel, FunctionType)
-    name = f"{kernel.__name__}_{suffix}"
-    own = FunctionType(kernel.__code__.replace(co_name=name), kernel.__globals__, name)
-    compiled = torch.compile(own, fullgraph=True, options=_OPTIONS)
-
-    def call(*args: Any) -> Any:
-        with torch.no_grad():
-            return compiled(*args)
-
-    return call
-
-
-def _run_example(kernels: Kernels, dtype: torch.dtype, mode: Mode, device: str) -> None:
-    def dynamic(tensor: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.mark_dynamic(tensor, 0)
-        return tensor
-
+def _compile(dtype: torch.dtype, mode: Mode, device: str) -> Kernels:
+    """Compile for any number of blocks, by examples so large that Inductor takes threads."""
     if torch._dynamo.config.disable:
         raise RuntimeError("torch.compile is disabled")
-    with torch.autocast(device, enabled=False):
-        x = torch.zeros((_EXAMPLE_BLOCKS, LANES, ROW), dtype=dtype, device=device)
-        scale = block_kernels.scale_of(torch.ones((), device=device), dtype, mode)
-        zero = torch.zeros((), dtype=torch.int32, device=device)
-        pool = torch.zeros((5 * _EXAMPLE_BLOCKS // 2, ROW), dtype=torch.int8, device=device)
-        rounded = kernels.round(dynamic(x), zero, scale, mode)
-        heads, _ = kernels.store(*map(dynamic, rounded), zero, dynamic(pool))
-        kernels.load(dynamic(heads), zero, zero, dynamic(pool.clone()), scale, dtype, mode)
+    n, rows = Dim("n", min=2), Dim("rows", min=2)
+    x = torch.zeros((_EXAMPLE_BLOCKS, LANES, ROW), dtype=dtype, device=device)
+    zero = torch.zeros((), dtype=torch.int32, device=device)
+    scale = block_kernels.scale_of(torch.ones((), device=device), dtype, mode)
+    pool = torch.zeros((2 * _EXAMPLE_BLOCKS, ROW), dtype=torch.int8, device=device)
+    round_, store, load = EAGER[:3]
+    rounded = round_(x, zero, scale, mode)
+    heads, _ = store(*rounded, zero, pool)
+    return Kernels(
+        _compiled_one(lambda *args: round_(*args, mode), (x, zero, scale), (n, None, None)),
+        _compiled_one(store, (*rounded, zero, pool), (n, n, n, None, rows)),
+        _compiled_one(
+            lambda *args: load(*args, dtype, mode),
+            (heads, zero, zero.clone(), pool, scale),  # One tensor given twice is one input.
+            (n, None, None, rows, None),
+        ),
+        is_compiled=True,
+    )
+
+
+class _Module(nn.Module):
+    """A function, as `torch.export` takes it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        """Call the function."""
+        return self.function(*args)
+
+
+def _compiled_one(
+    kernel: Callable[..., Any],
+    example: tuple[torch.Tensor, ...],
+    first_dims: Sequence[Dim | None],
+) -> Callable[..., Any]:
+    dims = tuple(None if dim is None else {0: dim} for dim in first_dims)
+    exported = torch.export.export(_Module(kernel), example, dynamic_shapes=(dims,))
+    compiled = torch._inductor.standalone_compile(
+        exported.graph_module,
+        list(example),
+        dynamic_shapes="from_graph",
+        options={"config_patches": _OPTIONS},
+    )
+
+    def call(*args: Any) -> Any:
+        # What was not a tensor is part of the kernel.
+        return compiled(*args[: len(example)])
+
+    return call

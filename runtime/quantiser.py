@@ -22,7 +22,7 @@ There are three ways to round:
     zero      to the nearest number of steps: what is within the bound comes back as exactly 0
     sign      to the middle of a step, for ReLU outputs: 0 comes back as 0, and what is positive
               positive
-    dither    to the number below after a pseudo-random part of a step was added, which is taken
+    dither    to the nearest number after a pseudo-random part of a step was added, which is taken
               away again: errors are uniform and independent of the tensor, and so do not add
               up over elements that are alike
 
