@@ -48,7 +48,7 @@ Mode = Literal["zero", "sign", "dither"]
 """How a tensor is rounded; see `runtime.quantiser`."""
 
 Role = Literal["input", "saved", "checkpoint", "temporary", "output", "tangent", "gradient"]
-SCHEMA_VERSION = "1.2"
+SCHEMA_VERSION = "1.3"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,6 +270,8 @@ class MachineProfile:
         alignment_bytes: The allocator rounds every size up to a multiple of this.
         link: The link to the host tier.
         ops: Cost of every distinct op of the graph, codecs included.
+        codec_kernels: What runs the kernels that round tensors of any size worth it, `inductor` or
+            `eager` with the reason; empty if nothing is rounded, or nothing was measured.
     """
 
     device: str
@@ -277,6 +279,7 @@ class MachineProfile:
     alignment_bytes: int
     link: LinkProfile
     ops: tuple[OpCost, ...]
+    codec_kernels: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -99,13 +99,15 @@ def _print_summary(plan: Plan, console: Console) -> None:
     for name, value in (
         ("Budget", f"{_budget_text(plan.budget)}, planner {plan.planner}"),
         ("Machine", f"{plan.machine.device}, torch {plan.machine.torch_version}"),
+        ("Rounding", plan.machine.codec_kernels),
         (
             "Host tier",
             f"{plan.machine.link.tier} ({plan.machine.link.source}), "
             f"{format_bytes(plan.host_bytes)} a step",
         ),
     ):
-        console.print(_literal(f"{name}: {value}"))
+        if value:
+            console.print(_literal(f"{name}: {value}"))
 
 
 def _budget_text(budget: Budget) -> str:

@@ -12,8 +12,9 @@ The pipeline alone times passes and logs them.
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,8 +31,10 @@ from backhaul.passes.op_work import works_of
 from backhaul.passes.step_graphs import StepGraphs
 from backhaul.passes.verify import verify
 from backhaul.records import Budget, ErrorBound, GraphRecord, MachineProfile, Plan
+from backhaul.runtime.block_kernels import BLOCK
 from backhaul.runtime.device import allocator_alignment_bytes, capacity_bytes
 from backhaul.runtime.dials import Dials
+from backhaul.runtime.kernel_compiler import FEWEST_BLOCKS, executor
 from backhaul.runtime.links import Link
 from backhaul.runtime.measure_link import measure_link
 from backhaul.runtime.measure_ops import OpCache, device_name, measure_ops
@@ -127,11 +130,26 @@ def measure_machine(work: Work) -> Work:
         alignment_bytes=allocator_alignment_bytes(device),
         link=measure_link(work.link, device, cache=cache),
         ops=measure_ops(work.description.calls, device, cache=cache),
+        codec_kernels=_codec_kernels(work.description.record, work.request.error_bounds, device),
     )
     record = keep_what_breaks_its_promise(
         work.description.record, work.description.promised, machine.ops
     )
     return replace(work, machine=machine, description=replace(work.description, record=record))
+
+
+def _codec_kernels(
+    graph: GraphRecord, error_bounds: Iterable[ErrorBound], device: torch.device
+) -> str:
+    """Say what runs the kernels of all tensors that may be rounded and are worth compiling for."""
+    modes, told = {given.tensor: given.mode for given in error_bounds}, set()
+    for tensor in graph.tensors:
+        is_rounded = any(codec.name == "quantise" for codec in tensor.codecs)
+        if is_rounded and math.prod(tensor.shape) >= FEWEST_BLOCKS * BLOCK:
+            dtype: torch.dtype = getattr(torch, tensor.dtype)
+            told.add(executor(device, dtype, modes[tensor.name]))
+    texts = {e.name if e.name == "inductor" else f"{e.name} ({e.reason})" for e in told}
+    return ", ".join(sorted(texts))
 
 
 def choose_plan(work: Work) -> Work:

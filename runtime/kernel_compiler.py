@@ -27,12 +27,12 @@ from backhaul.records import Mode
 from backhaul.runtime import block_kernels
 from backhaul.runtime.block_kernels import LANES, ROW
 
-__all__ = ["EAGER", "Executor", "Kernels", "executor", "kernels_for"]
+__all__ = ["EAGER", "FEWEST_BLOCKS", "Executor", "Kernels", "executor", "kernels_for"]
 
 _logger = logging.getLogger(__name__)
 
 # Below this a kernel's launch, and all the more its compilation, is not worth it.
-_FEWEST_BLOCKS = 256
+FEWEST_BLOCKS = 256
 # So many that Inductor decides for threads.
 _EXAMPLE_BLOCKS = 4096
 
@@ -86,7 +86,7 @@ def kernels_for(blocks: int, dtype: torch.dtype, mode: Mode, device: torch.devic
     Those of a few blocks are eager, and so are those that a tracer or a dispatch mode watches.
     """
     if (
-        blocks < _FEWEST_BLOCKS
+        blocks < FEWEST_BLOCKS
         or torch.compiler.is_compiling()
         or _get_current_dispatch_mode() is not None
     ):

@@ -19,7 +19,7 @@ __all__ = ["OpCache", "device_name"]
 
 _logger = logging.getLogger(__name__)
 
-_SCHEMA = 3
+_SCHEMA = 4
 
 
 class OpCache:

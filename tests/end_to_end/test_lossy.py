@@ -14,7 +14,10 @@ from torch.nn import functional
 
 import backhaul
 from backhaul.module import OptimizedModule
+from backhaul.passes import pipeline
 from backhaul.records import Budget, ErrorBound, GraphRecord, MachineProfile, Plan
+from backhaul.report import report_text
+from backhaul.runtime.kernel_compiler import Executor
 from backhaul.scheduler.cost import CostModel
 from backhaul.scheduler.placement import Limit, place
 from backhaul.scheduler.planner import plan_of_actions
@@ -275,3 +278,17 @@ def test_a_bound_for_what_cannot_be_rounded_leaves_it_exact() -> None:
     _, gradients = step(module)
     assert all(torch.equal(gradients[name], exact[name]) for name in exact)
     assert not module.plan.rounded
+
+
+def test_the_report_says_what_runs_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told() -> str:
+        module = refreshed(lossy(small_model()))
+        return report_text(module.plan)
+
+    monkeypatch.setattr(pipeline, "executor", lambda *_: Executor("eager", "no compiler here"))
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "FEWEST_BLOCKS", 10**6)
+        assert "Rounding:" not in told()
+    assert "Rounding: eager (no compiler here)" in told()
+    monkeypatch.setattr(pipeline, "executor", lambda *_: Executor("inductor", "compiled"))
+    assert "Rounding: inductor\n" in told()
