@@ -5,7 +5,7 @@
 The activations are inputs of convolutions and matrix products of networks that have run on
 photographs or text.  Every codec gets the same absolute bound, a share of each tensor's standard
 deviation, and its largest error is looked at.  Encoding, decoding and copying alternate in every
-round; speeds are bytes of the tensor over median times, and *of memcpy* is the ratio of the medians.
+round; speeds are bytes of the tensor over median times, and *of memcpy* is the ratio of medians.
 Blosc2 loses nothing, and is given the tensor rounded to steps of twice the bound, by NumPy.
 Prints a JSON line a tensor and codec, then a table.
 """

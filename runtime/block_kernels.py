@@ -90,7 +90,7 @@ def round_blocks(
     values = _values(numbers, dither, scale, x.dtype, mode).to(scale.dtype)
     is_within = (values - wide).abs() <= scale[0]
     if mode == "sign":
-        is_within = is_within & (wide >= 0) & ((values > 0) == (wide > 0))
+        is_within = is_within & ((values > 0) | (wide == 0))
     # What has no place in an int32 becomes one that is out of range.
     lanes = torch.where(is_within, numbers.to(torch.int32), _OUT_OF_RANGE).unbind(1)
     words = torch.stack(_nibble_words(lanes), 1)
