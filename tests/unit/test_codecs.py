@@ -16,6 +16,9 @@ from backhaul.runtime.memory import measure_peak_bytes
 
 ops = torch.ops.backhaul
 few_examples = settings(max_examples=40, deadline=None)
+many_examples = settings(max_examples=2000, deadline=None)
+MASKED_DTYPES = [torch.bool, torch.float32, torch.bfloat16, torch.int64]
+SPECIAL = (math.nan, math.inf, -math.inf, 1e-45, -1e-45, -0.0)
 
 
 @pytest.fixture
@@ -54,6 +57,9 @@ def pools(draw):
 def filled(size, stride, dtype):
     """Make a tensor with a value in every element, of either sign where there is one."""
     values = torch.randint(-1, 2, (math.prod(size),)).to(dtype)
+    if dtype.is_floating_point:
+        special = torch.tensor(SPECIAL)[torch.randint(0, len(SPECIAL), values.shape)].to(dtype)
+        values = torch.where(torch.rand(values.shape) < 0.3, special, values)
     tensor = torch.empty_strided(size, stride, dtype=dtype)
     tensor.as_strided(values.shape, (1,)).copy_(values)
     return tensor
@@ -98,10 +104,17 @@ def test_dense_ignores_the_strides_of_empty_tensors_and_of_single_dimensions():
     assert dense.is_dense((0, 3), (7, 7))
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("dtype", MASKED_DTYPES)
 @given(geometry=dense_geometries())
 @few_examples
 def test_bits_round_trip_in_every_dense_layout(dtype, geometry):
+    assert_bits_round_trip(filled(*geometry, dtype))
+
+
+@pytest.mark.slow
+@given(dtype=st.sampled_from(MASKED_DTYPES), geometry=dense_geometries())
+@many_examples
+def test_bits_round_trip_at_length(dtype, geometry):
     assert_bits_round_trip(filled(*geometry, dtype))
 
 
@@ -148,6 +161,15 @@ def test_bits_refuse_a_packed_tensor_of_another_size():
 @given(pool=pools(), batch=st.sampled_from([(3,), (2, 3), (1, 1)]))
 @few_examples
 def test_pool_indices_round_trip(ceil_mode, pool, batch):
+    plane, *window = pool
+    indices = pool_indices(torch.randn(*batch, *plane), *window, ceil_mode)
+    assert_pool_round_trip(indices, plane, *window)
+
+
+@pytest.mark.slow
+@given(st.booleans(), pools(), st.sampled_from([(3,), (2, 3), (1, 1), (0, 2)]))
+@many_examples
+def test_pool_indices_round_trip_at_length(ceil_mode, pool, batch):
     plane, *window = pool
     indices = pool_indices(torch.randn(*batch, *plane), *window, ceil_mode)
     assert_pool_round_trip(indices, plane, *window)
@@ -216,10 +238,7 @@ def test_narrowest_dtype_holds_the_bound_and_the_next_smaller_does_not(bound, dt
     assert codecs.narrowest_dtype(bound) is dtype
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@given(geometry=dense_geometries(), bound=st.sampled_from([1, 256, 2**15, 2**31]))
-@few_examples
-def test_integers_below_the_bound_round_trip(dtype, geometry, bound):
+def assert_integers_round_trip(dtype, geometry, bound):
     size, stride = geometry
     x = torch.empty_strided(size, stride, dtype=dtype)
     flat = x.as_strided((x.numel(),), (1,))
@@ -231,6 +250,23 @@ def test_integers_below_the_bound_round_trip(dtype, geometry, bound):
     assert torch.equal(widened, x)
     assert widened.dtype is dtype
     assert widened.stride() == tuple(stride)
+
+
+BOUNDS = st.sampled_from([1, 256, 2**15, 2**31])
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@given(geometry=dense_geometries(), bound=BOUNDS)
+@few_examples
+def test_integers_below_the_bound_round_trip(dtype, geometry, bound):
+    assert_integers_round_trip(dtype, geometry, bound)
+
+
+@pytest.mark.slow
+@given(st.sampled_from([torch.int64, torch.int32]), dense_geometries(), BOUNDS)
+@many_examples
+def test_integers_below_the_bound_round_trip_at_length(dtype, geometry, bound):
+    assert_integers_round_trip(dtype, geometry, bound)
 
 
 def every_op_call():
