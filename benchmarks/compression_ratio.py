@@ -88,7 +88,8 @@ def ratios(module: OptimizedModule) -> dict[str, float]:
     nbytes = {tensor.name: tensor.nbytes for tensor in graph.saved}
 
     def ratio(names: set[str]) -> float:
-        return sum(nbytes[n] for n in names) / sum(packed.get(n, nbytes[n]) for n in names)
+        whole = sum(nbytes[name] for name in names)
+        return whole / sum(packed.get(name, nbytes[name]) for name in names) if names else 1.0
 
     return {
         "rounded conv inputs": ratio(rounded),
@@ -148,7 +149,9 @@ def measured(
     last = module.compression.history[-1]
     return {
         **ratios(module),
+        "reference norm": last.reference_norm,
         "noise share": last.noise_share,
+        "bounds": dict(sorted(last.bounds.items())),
         "bits": dict(sorted(last.bits.items())),
         "exact fractions": {n: f for n, f in sorted(last.exact_fractions.items()) if f > 0},
     }
