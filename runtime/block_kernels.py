@@ -69,7 +69,7 @@ def scale_of(bound: torch.Tensor, dtype: torch.dtype, mode: Mode) -> torch.Tenso
 
 def round_blocks(
     x: torch.Tensor, first: torch.Tensor, scale: torch.Tensor, mode: Mode
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Round elements to numbers of steps.
 
     Args:
@@ -79,9 +79,9 @@ def round_blocks(
         mode: How to round; see `quantiser`.
 
     Returns:
-        The lowest byte of each number as words, int32 `[n, 2, ROW]`; and the lowest and the highest
-        number of each block, float32 `[n]`, out of range if an element does not come back within
-        the bound.  In mode `sign` one below 0 never does.
+        The lowest byte of each number as two words of nibbles, int32 `[n, ROW]`; and the lowest
+        and the highest number of each block, float32 `[n]`, out of range if an element does not
+        come back within the bound.  In mode `sign` one below 0 never does.
     """
     wide, dither = x.to(scale.dtype), _dither(x.shape[0], first, mode)
     numbers = _numbers(wide, dither, scale, mode)
@@ -93,10 +93,10 @@ def round_blocks(
         is_within = is_within & ((values > 0) | (wide == 0))
     # What has no place in an int32 becomes one that is out of range.
     lanes = torch.where(is_within, numbers.to(torch.int32), _OUT_OF_RANGE).unbind(1)
-    words = torch.stack(_nibble_words(lanes), 1)
+    low, high = _nibble_words(lanes)
     lowest = _folded(torch.minimum, lanes).to(torch.float32).amin(1)
     highest = _folded(torch.maximum, lanes).to(torch.float32).amax(1)
-    return words, lowest, highest
+    return low, high, lowest, highest
 
 
 def heads_of(lowest: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,8 @@ def widths_of(heads: torch.Tensor) -> torch.Tensor:
 
 
 def store_blocks(
-    words: torch.Tensor,
+    low: torch.Tensor,
+    high: torch.Tensor,
     lowest: torch.Tensor,
     highest: torch.Tensor,
     used: torch.Tensor,
@@ -125,7 +126,8 @@ def store_blocks(
     """Write the planes of blocks to their rows; what finds no room goes to the last one.
 
     Args:
-        words: What `round_blocks` returned, like the two that follow.
+        low: int32 `[n, ROW]`, what `round_blocks` returned, like the three that follow.
+        high: int32 `[n, ROW]`.
         lowest: float32 `[n]`.
         highest: float32 `[n]`.
         used: int32 `[]`, how many rows the blocks before take.
@@ -136,10 +138,10 @@ def store_blocks(
     """
     heads = heads_of(lowest, highest)
     ends = used + widths_of(heads).cumsum(0, dtype=torch.int32)
-    distances = torch.stack(_less(words[:, 0], words[:, 1], (heads >> 4)[:, None]), 1)[:, :, None]
-    bit = torch.arange(4, dtype=torch.int32, device=words.device)[:, None]
+    distances = torch.stack(_less(low, high, (heads >> 4)[:, None]), 1)[:, :, None]
+    bit = torch.arange(4, dtype=torch.int32, device=low.device)[:, None]
     planes = _gathered(distances >> bit).to(torch.int8)
-    plane = torch.arange(LANES, dtype=torch.int32, device=words.device).view(2, 4)
+    plane = torch.arange(LANES, dtype=torch.int32, device=low.device).view(2, 4)
     rows = _rows_of(heads[:, None, None], ends[:, None, None], pool, plane)
     pool.index_put_((rows,), planes)
     return heads, ends[-1]

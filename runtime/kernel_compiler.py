@@ -27,7 +27,16 @@ from backhaul.records import Mode
 from backhaul.runtime import block_kernels
 from backhaul.runtime.block_kernels import LANES, ROW
 
-__all__ = ["EAGER", "FEWEST_BLOCKS", "Executor", "Kernels", "executor", "kernels_for"]
+__all__ = [
+    "EAGER",
+    "FEWEST_BLOCKS",
+    "OPTIONS",
+    "Executor",
+    "FunctionModule",
+    "Kernels",
+    "executor",
+    "kernels_for",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -36,7 +45,7 @@ FEWEST_BLOCKS = 256
 # So many that Inductor decides for threads.
 _EXAMPLE_BLOCKS = 4096
 
-_OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     # One loop over memory: values are computed again rather than stored between two loops.
     "realize_opcount_threshold": 10**6,
     "realize_reads_threshold": 10**6,
@@ -60,7 +69,7 @@ class Executor(NamedTuple):
 class Kernels(NamedTuple):
     """The functions of `block_kernels`, as they stand or compiled."""
 
-    round: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    round: Callable[..., tuple[torch.Tensor, ...]]
     store: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     load: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     is_compiled: bool
@@ -121,7 +130,7 @@ def _compile(dtype: torch.dtype, mode: Mode, device: str) -> Kernels:
     heads, _ = store(*rounded, zero, pool)
     return Kernels(
         _compiled_one(lambda *args: round_(*args, mode), (x, zero, scale), (n, None, None)),
-        _compiled_one(store, (*rounded, zero, pool), (n, n, n, None, rows)),
+        _compiled_one(store, (*rounded, zero, pool), (n, n, n, n, None, rows)),
         _compiled_one(
             lambda *args: load(*args, dtype, mode),
             (heads, zero, zero.clone(), pool, scale),  # One tensor given twice is one input.
@@ -131,7 +140,7 @@ def _compile(dtype: torch.dtype, mode: Mode, device: str) -> Kernels:
     )
 
 
-class _Module(nn.Module):
+class FunctionModule(nn.Module):
     """A function, as `torch.export` takes it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -149,12 +158,12 @@ def _compiled_one(
     first_dims: Sequence[Dim | None],
 ) -> Callable[..., Any]:
     dims = tuple(None if dim is None else {0: dim} for dim in first_dims)
-    exported = torch.export.export(_Module(kernel), example, dynamic_shapes=(dims,))
+    exported = torch.export.export(FunctionModule(kernel), example, dynamic_shapes=(dims,))
     compiled = torch._inductor.standalone_compile(
         exported.graph_module,
         list(example),
         dynamic_shapes="from_graph",
-        options={"config_patches": _OPTIONS},
+        options={"config_patches": OPTIONS},
     )
 
     def call(*args: Any) -> Any:

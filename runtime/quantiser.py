@@ -127,7 +127,7 @@ def measure(x: torch.Tensor, bound: torch.Tensor, mode: Mode = "zero") -> torch.
     found = torch.zeros(2, dtype=torch.int32, device=x.device)
     scale = scale_of(bound, x.dtype, mode)
     for kernels, blocks, place in _pieces(x, mode):
-        _, *extremes = kernels.round(blocks, _first(place, x), scale, mode)
+        _, _, *extremes = kernels.round(blocks, _first(place, x), scale, mode)
         heads = heads_of(*extremes)
         found += torch.stack((widths_of(heads).sum(), (heads == MISFIT).sum()))
     return found
@@ -283,12 +283,8 @@ def _store_exact(packed: _Packed, flat: torch.Tensor, mode: Mode) -> None:
     room = packed.where.numel()
     if not room:
         return
-    is_misfit = packed.heads == MISFIT
-    slot = is_misfit.cumsum(0).sub_(1)
-    slot = torch.where(is_misfit & (slot < room), slot, room)
-    where = packed.where.new_full((room + 1,), -1)
-    where.scatter_(0, slot, torch.arange(slot.numel(), dtype=where.dtype, device=where.device))
-    packed.where.copy_(where[:room])
+    misfits = torch.nonzero_static(packed.heads == MISFIT, size=room, fill_value=-1)
+    packed.where.copy_(misfits.view(-1))
     wide = torch.promote_types(flat.dtype, torch.float32)
     for rows, where in _chunks_of_rows(packed.exact, packed.where):
         index, is_inside = _elements(where.clamp(min=0), flat.numel())
