@@ -219,6 +219,7 @@ def lines_of(name: str, case: Case, seeds: int, plot: Path | None) -> Iterator[d
     final: dict[str, list[float]] = {"exact": [], "adaptive": [], "loose": []}
     curves: dict[str, list[list[float]]] = {kind: [] for kind in final}
     controller: AdaptiveCompression | None = None
+    names: dict[str, str] = {}
     for seed in range(seeds):
         for kind in final:
             scores, compression, module = trained(case, seed, kind)
@@ -233,13 +234,15 @@ def lines_of(name: str, case: Case, seeds: int, plot: Path | None) -> Iterator[d
             curves[kind].append(scores)
             if kind == "adaptive":
                 controller = compression
+                ops = {op.name: op for op in module.plan.graph.ops}
+                names = {name: f"{op.module} {op.target.split('.')[1]}" for name, op in ops.items()}
     summary: dict[str, Any] = {"case": name, "score": case.score}
     for kind, values in final.items():
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         summary[kind] = {"mean": statistics.fmean(values), "spread": spread}
     yield summary
     if plot is not None and controller is not None:
-        draw(plot / f"{name}.svg", name, case, curves, controller)
+        draw(plot / f"{name}.svg", name, case, curves, controller, names)
 
 
 def draw(
@@ -248,6 +251,7 @@ def draw(
     case: Case,
     curves: Mapping[str, list[list[float]]],
     controller: AdaptiveCompression,
+    names: Mapping[str, str],
 ) -> None:
     """Draw bits by layer, noise against the budget, and scores."""
     import matplotlib
@@ -259,7 +263,7 @@ def draw(
     steps = [refresh.step for refresh in controller.history]
     for tensor in controller.history[-1].bits:
         values = [refresh.bits.get(tensor, float("nan")) for refresh in controller.history]
-        bits.plot(steps, values, marker=".", label=tensor)
+        bits.plot(steps, values, marker=".", label=names.get(tensor, tensor))
     bits.set(xlabel="step", ylabel="bits an element", title=f"{name}: bits by layer", ylim=0)
     bits.legend(fontsize=7)
     noise.plot(steps, [r.noise_share for r in controller.history], marker=".", label="foretold")
