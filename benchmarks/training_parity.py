@@ -234,8 +234,7 @@ def lines_of(name: str, case: Case, seeds: int, plot: Path | None) -> Iterator[d
             curves[kind].append(scores)
             if kind == "adaptive":
                 controller = compression
-                ops = {op.name: op for op in module.plan.graph.ops}
-                names = {name: f"{op.module} {op.target.split('.')[1]}" for name, op in ops.items()}
+                names = {op.name: f"{op.module} {op.name}" for op in module.plan.graph.ops}
     summary: dict[str, Any] = {"case": name, "score": case.score}
     for kind, values in final.items():
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
