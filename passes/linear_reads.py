@@ -43,6 +43,8 @@ class LinearRead:
         channels: Elements of the weight for each output channel and tap of the kernel.
         taps: How many taps of the kernel meet the activation, and not its padding, at each
             position of each spatial dimension of the gradient, one dimension after the other.
+        rows: Of a matrix product, the dimension of the gradient and that of the activation
+            that it sums over.
     """
 
     op: str
@@ -51,6 +53,7 @@ class LinearRead:
     result: str
     channels: int
     taps: tuple[int, ...] = ()
+    rows: tuple[int, int] = (0, 0)
 
 
 def linear_reads_of(step: StepGraphs) -> dict[fx.Node, LinearRead]:
@@ -111,9 +114,11 @@ def _product(
     assert isinstance(left, fx.Node) and isinstance(right, fx.Node)
     is_saved = [bool(saved & set(storages.ids[side])) for side in (left, right)]
     if is_saved == [False, True]:
-        return node, LinearRead(node.name, 0, 1, node.name, int(right.meta["val"].shape[1]))
+        channels = int(right.meta["val"].shape[1])
+        return node, LinearRead(node.name, 0, 1, node.name, channels, rows=(1, 0))
     if is_saved == [True, False]:
-        return node, LinearRead(node.name, 1, 0, node.name, int(left.meta["val"].shape[0]))
+        channels = int(left.meta["val"].shape[0])
+        return node, LinearRead(node.name, 1, 0, node.name, channels, rows=(0, 1))
     return None
 
 

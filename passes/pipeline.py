@@ -174,7 +174,7 @@ def insert_nodes(work: Work) -> Work:
         work.plan.host_bytes,
         Dials(work.plan.rounded),
         work.observer,
-        [Read(name, read.op, read.channels, read.taps) for name, read in watched],
+        [Read(name, read.op, read.channels, read.taps, read.rows) for name, read in watched],
     )
     step = insert_plan(work.step, work.plan, session.session_id, [read for _, read in watched])
     return replace(work, step=step, session=session)

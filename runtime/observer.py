@@ -7,7 +7,7 @@ until they are asked for, so that watching a step does not stop it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,12 +33,15 @@ class Read:
         taps: How many taps of the kernel meet the activation, and not its padding, at each
             position of each spatial dimension, one dimension after the other; none for a matrix
             product.
+        rows: Of a matrix product, the dimension of the gradient and that of the activation
+            that it sums over.
     """
 
     tensor: str
     op: str
     channels: int
     taps: tuple[int, ...] = ()
+    rows: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,8 +95,9 @@ class Observer:
 
         Args:
             read: The read.
-            gradient: Gradient of the layer's output, channels second, or all of it a matrix.
-            activation: The activation, of any shape.
+            gradient: Gradient of the layer's output, as the op reads it: channels second, or a
+                matrix.
+            activation: The activation, likewise.
             result: Gradient of the weight.
         """
         if self.mode == "norms":
@@ -119,22 +123,49 @@ class Observer:
 
 def _sums_of(read: Read, gradient: Tensor, activation: Tensor, result: Tensor) -> Tensor:
     nonzero = torch.count_nonzero(activation).float() / max(activation.numel(), 1)
-    heard = read.channels * nonzero * _weighted_square(gradient, read.taps)
+    heard = _heard_by_samples if read.taps else _heard_by_rows
     return torch.stack(
-        (heard, _norm(result).square(), nonzero, _absolute_mean(gradient), _absolute_mean(result))
+        (
+            heard(read, gradient, activation),
+            _norm(result).square(),
+            nonzero,
+            _absolute_mean(gradient),
+            _absolute_mean(result),
+        )
     )
 
 
-def _weighted_square(gradient: Tensor, taps: Sequence[int]) -> Tensor:
-    """Sum the squares, each as often as taps of the kernel meet the activation there."""
-    if not taps:
-        return _norm(gradient).square()
-    norms: Tensor = torch.linalg.vector_norm(gradient, dim=(0, 1), dtype=torch.float32)
-    squares = norms.square()
-    weights = torch.tensor(taps, dtype=torch.float32, device=gradient.device)
-    for part in torch.split(weights, list(squares.shape)):
-        squares = torch.tensordot(part, squares, dims=1)
-    return squares
+def _heard_by_rows(read: Read, gradient: Tensor, activation: Tensor) -> Tensor:
+    """Sum each row's square with how many errors it meets."""
+    in_gradient, in_activation = read.rows
+    squares = _squares(gradient, dim=1 - in_gradient)
+    return squares @ activation.count_nonzero(dim=1 - in_activation).float()
+
+
+def _heard_by_samples(read: Read, gradient: Tensor, activation: Tensor) -> Tensor:
+    """Sum the squares of each sample and group, each as often as the kernel meets an error there.
+
+    Errors are taken to lie evenly over the positions and channels of a sample and group.
+    """
+    groups = max(activation.shape[1] // read.channels, 1)
+    parts = _by_group(activation, groups)
+    counts = parts.count_nonzero(dim=tuple(range(2, parts.dim())))
+    nonzero = counts.float() / max(math.prod(parts.shape[2:]), 1)
+    squares = _squares(_by_group(gradient, groups), dim=2)
+    weights = torch.tensor(read.taps, dtype=torch.float32, device=gradient.device)
+    for part in reversed(torch.split(weights, list(squares.shape[2:]))):
+        squares = squares @ part
+    heard: Tensor = read.channels * (squares * nonzero).sum()
+    return heard
+
+
+def _by_group(x: Tensor, groups: int) -> Tensor:
+    return x.view(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
+
+
+def _squares(x: Tensor, dim: int) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=torch.float32)
+    return norms.square()
 
 
 def _absolute_mean(x: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ product's error is one error of x times one element of g.  COMET (Jin et al. 202
 the same form with a fitted constant and the mean of g.  Over the whole weight the noise's squared
 norm is the sum of that over its elements,
 
-    noise**2 = bound**2 / 3 * spread        spread = R * channels * sum(taps(p) * |g_p|**2)
+    noise**2 = bound**2 / 3 * spread        spread = channels * sum(R_n * taps(p) * |g_np|**2)
 
-with the input channels of a group and, at each position p of g, the taps of the kernel that meet
-x there and not its padding.  A matrix product has one tap everywhere.
+with the input channels of a group, the share R_n of sample n that is not zero in that group and, at
+each position p of g, the taps of the kernel that meet x there and not its padding.  A matrix
+product has one tap everywhere, and each of its rows is a sample.
 
 The budget is on the sum of these over all layers.  An element takes about `log2(range / 2 bound)`
 bits, so that halving a bound costs a tensor of n elements n bits, whatever the bound.  The least
