@@ -1,7 +1,7 @@
 """Compile the kernels of `block_kernels`, or say why they run as they are.
 
 Inductor makes C++ of them on a CPU and Triton on a GPU.  A kernel serves every count of blocks.
-It is compiled when a tensor first needs it, in some seconds, and kept on disk by Inductor's own
+It is compiled for a device when a tensor there first needs it, in some seconds, and kept on disk by Inductor's own
 cache.  Where there is no compiler, or it fails, the same functions run eagerly, slower, and
 `executor` says so.
 
@@ -85,7 +85,7 @@ EAGER = Kernels(
 
 def executor(device: torch.device, dtype: torch.dtype, mode: Mode) -> Executor:
     """Say what runs the kernels for large tensors, compiling them if that has not been tried."""
-    _, told = _compiled(dtype, mode, device.type)
+    _, told = _compiled(dtype, mode, device)
     return told
 
 
@@ -100,14 +100,14 @@ def kernels_for(blocks: int, dtype: torch.dtype, mode: Mode, device: torch.devic
         or _get_current_dispatch_mode() is not None
     ):
         return EAGER
-    kernels, _ = _compiled(dtype, mode, device.type)
+    kernels, _ = _compiled(dtype, mode, device)
     return kernels
 
 
 @functools.cache
-def _compiled(dtype: torch.dtype, mode: Mode, device: str) -> tuple[Kernels, Executor]:
+def _compiled(dtype: torch.dtype, mode: Mode, device: torch.device) -> tuple[Kernels, Executor]:
     try:
-        with torch.no_grad(), torch.autocast(device, enabled=False):
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
             kernels = _compile(dtype, mode, device)
     except Exception as error:  # A compiler fails with whatever it likes.
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
@@ -116,7 +116,7 @@ def _compiled(dtype: torch.dtype, mode: Mode, device: str) -> tuple[Kernels, Exe
     return kernels, Executor("inductor", f"compiled for {dtype} on {device}")
 
 
-def _compile(dtype: torch.dtype, mode: Mode, device: str) -> Kernels:
+def _compile(dtype: torch.dtype, mode: Mode, device: torch.device) -> Kernels:
     """Compile for any number of blocks, by examples so large that Inductor takes threads."""
     if torch._dynamo.config.disable:
         raise RuntimeError("torch.compile is disabled")
