@@ -1,9 +1,9 @@
 """Compile the kernels of `block_kernels`, or say why they run as they are.
 
 Inductor makes C++ of them on a CPU and Triton on a GPU.  A kernel serves every count of blocks.
-It is compiled for a device when a tensor there first needs it, in some seconds, and kept on disk by Inductor's own
-cache.  Where there is no compiler, or it fails, the same functions run eagerly, slower, and
-`executor` says so.
+It is compiled for a device when a tensor there first needs it, in some seconds, and kept on disk by
+Inductor's own cache.  Where there is no compiler, or it fails, the same functions run eagerly,
+slower, and `executor` says so.
 
 They are exported and compiled once rather than by `torch.compile`: no guard is asked at a call, and
 no state of torch compiles them again in the middle of a step.
