@@ -129,6 +129,6 @@ def test_where_no_compiler_works_kernels_run_eagerly_and_say_why(
 
 
 @pytest.mark.usefixtures("forgotten")
-def test_where_compiling_is_disabled_kernels_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "disable", True)
-    assert told_of_kernels() == ("eager", "RuntimeError: torch.compile is disabled", EAGER)
+def test_where_compiling_is_disabled_kernels_run_eagerly() -> None:
+    with torch._dynamo.config.patch(disable=True):
+        assert told_of_kernels() == ("eager", "RuntimeError: torch.compile is disabled", EAGER)

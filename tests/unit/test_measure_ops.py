@@ -321,7 +321,7 @@ def test_assumed_costs_are_not_cached(tmp_path):
     assert not cache.path.exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 3, "ops": {"a": 3}}', '{"ops": []}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"schema": 4, "ops": {"a": 3}}', '{"ops": []}'])
 def test_a_broken_cache_file_is_reported_and_started_anew(tmp_path, text, caplog):
     path = OpCache(CPU, tmp_path).path
     path.write_text(text)
