@@ -20,9 +20,10 @@ from typing import Any, Literal, get_args
 import torch
 
 from backhaul.passes.describe import Roundable
-from backhaul.records import ErrorBound, Mode
+from backhaul.records import ErrorBound, Mode, PackedForm
+from backhaul.runtime.block_kernels import PLANES
 from backhaul.runtime.observer import Observer, ReadSums
-from backhaul.runtime.quantiser import BLOCK, quantised_nbytes
+from backhaul.runtime.quantiser import BLOCK, Needs, fitting_forms, needed_in, quantised_nbytes
 from backhaul.scheduler.error_budget import LinearNoise, bounds_of, comet_bound
 
 __all__ = ["DEFAULT_ERROR_BUDGET", "AdaptiveCompression", "Policy", "Refresh"]
@@ -161,7 +162,7 @@ class AdaptiveCompression:
         self._step = state["step"]
         self._refreshed_at = state["refreshed_at"]
         self._look_at = state["look_at"]
-        self.error_bounds = tuple(ErrorBound(**given) for given in state["error_bounds"])
+        self.error_bounds = tuple(_bound_of(given) for given in state["error_bounds"])
         self.history = [Refresh(**refresh) for refresh in state["history"]]
         self._pending = None
         self._is_loaded = True
@@ -219,10 +220,11 @@ class AdaptiveCompression:
         wanted = {
             name: given
             for name, need in needs.items()
-            if (given := self._given(name, *need)) is not None
+            if (given := self._given(name, need)) is not None
         }
         has_room = former.keys() == wanted.keys() and all(
-            _has_room(former[name], *needs[name]) and former[name].mode == wanted[name].mode
+            _has_room(former[name].form, needs[name])
+            and former[name].form.mode == wanted[name].form.mode
             for name in wanted
         )
         can_turn = has_room and not self._had_no_room
@@ -230,7 +232,7 @@ class AdaptiveCompression:
             wanted = {n: replace(former[n], bound=given.bound) for n, given in wanted.items()}
         self.error_bounds = tuple(wanted.values())
         self._refreshed_at, self._had_no_room = step, False
-        exact = {name: min(1.0, needs[name][1] / self._blocks(name)) for name in wanted}
+        exact = {name: self._exact_fraction(given, needs[name]) for name, given in wanted.items()}
         noise = math.hypot(
             *(layers[n].noise(given.bound) * (1 - exact[n]) ** 0.5 for n, given in wanted.items())
         )
@@ -299,33 +301,53 @@ class AdaptiveCompression:
             return "sign"
         return "dither" if min(each.nonzero_fraction for each in sums) > DENSE else "zero"
 
-    def _given(self, name: str, rows: int, misfits: int) -> ErrorBound | None:
-        """Return what a tensor is to be packed with, or None if that is no smaller."""
+    def _given(self, name: str, needs: Needs) -> ErrorBound | None:
+        """Return what a tensor is to be packed with, or None if no form is smaller than it."""
         (bound, mode), most = self.observer.bounds[name], self._blocks(name)
-        given = ErrorBound(
-            tensor=name,
-            bound=bound,
-            rows=min(math.ceil(rows * ROOM) + 8 * ROOM_BLOCKS, 8 * most),
-            exact_blocks=min(math.ceil(misfits * ROOM) + ROOM_BLOCKS, most),
-            mode=mode,
-        )
-        return given if self._nbytes(given) < self._roundable[name].nbytes else None
+        given = [
+            ErrorBound(tensor=name, bound=bound, form=_with_room(form, most))
+            for form in fitting_forms(needs, mode)
+        ]
+        least = min(given, key=self._nbytes)
+        return least if self._nbytes(least) < self._roundable[name].nbytes else None
+
+    def _exact_fraction(self, given: ErrorBound, needs: Needs) -> float:
+        """Return the share of a tensor's blocks that do not fit."""
+        least = needed_in(given.form, needs)
+        assert least is not None
+        return min(1.0, least.exact_blocks / self._blocks(given.tensor))
 
     def _blocks(self, name: str) -> int:
         return -(-self._roundable[name].numel // BLOCK)
 
     def _nbytes(self, given: ErrorBound) -> int:
         tensor = self._roundable[given.tensor]
-        return quantised_nbytes(tensor.numel, given.rows, given.exact_blocks, tensor.dtype)
+        return quantised_nbytes(tensor.numel, given.form, tensor.dtype)
 
     def _bits(self, given: ErrorBound) -> float:
         return 8 * self._nbytes(given) / self._roundable[given.tensor].numel
 
 
-def _has_room(given: ErrorBound, rows: int, misfits: int) -> bool:
+def _with_room(form: PackedForm, blocks: int) -> PackedForm:
+    """Give a form of so many blocks some room to spare."""
+    return replace(
+        form,
+        rows=min(math.ceil(form.rows * ROOM) + PLANES * ROOM_BLOCKS, PLANES * blocks),
+        exact_blocks=min(math.ceil(form.exact_blocks * ROOM) + ROOM_BLOCKS, blocks),
+    )
+
+
+def _has_room(form: PackedForm, needs: Needs) -> bool:
     """Say whether a packed form has room, and not far too much."""
-    is_wide = given.rows > math.ceil(rows * ROOM * ROOM_TO_SPARE) + 8 * ROOM_BLOCKS
-    return rows <= given.rows and misfits <= given.exact_blocks and not is_wide
+    least = needed_in(form, needs)
+    if least is None:
+        return False
+    is_wide = form.rows > math.ceil(least.rows * ROOM * ROOM_TO_SPARE) + PLANES * ROOM_BLOCKS
+    return least.rows <= form.rows and least.exact_blocks <= form.exact_blocks and not is_wide
+
+
+def _bound_of(state: Mapping[str, Any]) -> ErrorBound:
+    return ErrorBound(**{**state, "form": PackedForm(**state["form"])})
 
 
 def _momentum_norm(optimizer: torch.optim.Optimizer) -> float:

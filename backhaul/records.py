@@ -33,6 +33,7 @@ __all__ = [
     "Offload",
     "OpCost",
     "OpRecord",
+    "PackedForm",
     "Plan",
     "Prediction",
     "Recipe",
@@ -48,7 +49,7 @@ Mode = Literal["zero", "sign", "dither"]
 """How a tensor is rounded; see `runtime.quantiser`."""
 
 Role = Literal["input", "saved", "checkpoint", "temporary", "output", "tangent", "gradient"]
-SCHEMA_VERSION = "1.3"
+SCHEMA_VERSION = "1.4"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +69,7 @@ class CodecRecord:
     """
 
     name: Literal["bits", "pool_offsets", "narrow", "quantise"]
-    arguments: tuple[str | int | tuple[int, ...], ...]
+    arguments: tuple[str | bool | int | tuple[int, ...], ...]
     packed_bytes: int
     encode_key: str
     decode_key: str
@@ -76,23 +77,36 @@ class CodecRecord:
     bound: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PackedForm:
+    """How a tensor is rounded, and what its packed form has room for; see `runtime.quantiser`.
+
+    Attributes:
+        rows: Room for planes of bits.
+        exact_blocks: Room for blocks that are kept as they are.
+        is_sparse: Whether zeros are left out.
+        mode: How it is rounded.
+    """
+
+    rows: int
+    exact_blocks: int
+    is_sparse: bool
+    mode: Mode
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorBound:
-    """How one saved tensor may be rounded, and what its packed form has room for.
+    """How far one saved tensor may be rounded, and its packed form.
 
     Attributes:
         tensor: Its name.
         bound: Largest absolute error of an element.
-        rows: Room for codes, see `runtime.quantiser`.
-        exact_blocks: Room for blocks that are kept as they are.
-        mode: How it is rounded.
+        form: How it is packed.
     """
 
     tensor: str
     bound: float
-    rows: int
-    exact_blocks: int
-    mode: Mode
+    form: PackedForm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

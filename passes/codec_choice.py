@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -101,24 +102,23 @@ def _fills_its_storage(value: torch.Tensor) -> bool:
 def _rounded(base: fx.Node, readers: Readers, given: ErrorBound) -> CodecCalls:
     value = base.meta["val"]
     size, stride = list(value.size()), list(value.stride())
-    room = (given.rows, given.exact_blocks)
-    nbytes = quantiser.quantised_nbytes(value.numel(), *room, value.dtype)
+    form = astuple(given.form)
+    nbytes = quantiser.quantised_nbytes(value.numel(), given.form, value.dtype)
     bound = TensorSpec(
         size=(), stride=(), storage_offset=0, dtype=torch.float32, device=value.device
     )
     return _record(
         "quantise",
-        (tuple(size), tuple(stride), _dtype_name(value), *room, given.mode),
+        (tuple(size), tuple(stride), _dtype_name(value), *form),
         base,
         packed=((nbytes,), torch.uint8),
-        pack=(torch.ops.backhaul.quantise_tensor.default, bound, *room, given.mode),
+        pack=(torch.ops.backhaul.quantise_tensor.default, bound, *form),
         unpack=(
             torch.ops.backhaul.dequantise_tensor.default,
-            *room,
             size,
             stride,
             value.dtype,
-            given.mode,
+            *form,
         ),
         bound=given.bound,
     )

@@ -13,8 +13,8 @@
 
 What is rounded reads its bound from the step, and finds its original there if it had no room:
 
-    packed = quantise(relu, token, 0, rows, exact_blocks, "sign")   ->  saved: packed, token
-    y = dequantise(packed, token, 0, rows, exact_blocks, size, stride, dtype, True)
+    packed = quantise(relu, token, 0, *form)   ->  saved: packed, token
+    y = dequantise(packed, token, 0, size, stride, dtype, *form)
 
 A tensor that is recomputed is not saved; the ops of its recipe are copied in front of its first
 use, and read what the backward holds by then.  A random op among them runs from the state that
@@ -264,14 +264,13 @@ class _Writer:
         return self._placeholder[name]
 
     def _rounding(self, name: str, source: fx.Node) -> tuple[Any, ...]:
-        _, _, _, rows, exact_blocks, mode = self._codec(name).arguments
-        return source, self._token, self._dial[name], rows, exact_blocks, mode
+        _, _, _, *form = self._codec(name).arguments
+        return source, self._token, self._dial[name], *form
 
     def _unrounding(self, name: str, packed: fx.Node) -> tuple[Any, ...]:
-        size, stride, dtype, rows, exact_blocks, mode = self._codec(name).arguments
-        dial = (self._received_token(), self._dial[name], rows, exact_blocks)
-        geometry = (_integers(size), _integers(stride), _dtype(dtype))
-        return packed, *dial, *geometry, mode
+        size, stride, dtype, *form = self._codec(name).arguments
+        geometry = _integers(size), _integers(stride), _dtype(dtype)
+        return packed, self._received_token(), self._dial[name], *geometry, *form
 
     def _received_token(self) -> fx.Node:
         assert self._token is not None

@@ -142,12 +142,12 @@ def _codec_kernels(
     graph: GraphRecord, error_bounds: Iterable[ErrorBound], device: torch.device
 ) -> str:
     """Say what runs the kernels of all tensors that may be rounded and are worth compiling for."""
-    modes, told = {given.tensor: given.mode for given in error_bounds}, set()
+    forms, told = {given.tensor: given.form for given in error_bounds}, set()
     for tensor in graph.tensors:
         is_rounded = any(codec.name == "quantise" for codec in tensor.codecs)
         if is_rounded and math.prod(tensor.shape) >= FEWEST_BLOCKS * BLOCK:
             dtype: torch.dtype = getattr(torch, tensor.dtype)
-            told.add(executor(device, dtype, modes[tensor.name]))
+            told.add(executor(device, dtype, forms[tensor.name].mode))
     texts = {e.name if e.name == "inductor" else f"{e.name} ({e.reason})" for e in told}
     return ", ".join(sorted(texts))
 

@@ -7,6 +7,7 @@ printed.  They always run.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from backhaul.passes.op_calls import arguments_of
 from backhaul.passes.recipes import copied_call, draws
 from backhaul.passes.step_graphs import StepGraphs, Storages
 from backhaul.passes.torch_compat import op_of
-from backhaul.records import Decision, Recompute
+from backhaul.records import Decision, PackedForm, Recompute
 from backhaul.runtime import codec_ops, ops  # noqa: F401  # registers the ops that are checked
 
 __all__ = ["CHECKS", "verify"]
@@ -30,6 +31,7 @@ UNPACK_BITS = backhaul.unpack_bits.default
 QUANTISE, DEQUANTISE = backhaul.quantise.default, backhaul.dequantise.default
 OBSERVE = backhaul.observe.default
 MM = torch.ops.aten.mm.default
+FORM = tuple(field.name for field in fields(PackedForm))
 CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 NEIGHBOURS = 5
 
@@ -237,7 +239,7 @@ def recipes_read_exact_values(step: StepGraphs) -> None:
 
 
 def each_rounded_tensor_comes_back_as_it_left(step: StepGraphs) -> None:
-    """Each dial packs one tensor, which is unpacked with the same room, mode and geometry."""
+    """Each dial packs one tensor, which is unpacked from the same form to its geometry."""
     packed_by_dial: dict[object, fx.Node] = {}
     for node in _find(step.forward, QUANTISE):
         given = arguments_of(node)
@@ -254,7 +256,7 @@ def each_rounded_tensor_comes_back_as_it_left(step: StepGraphs) -> None:
         source = left["x"].meta["val"]
         left |= {"size": list(source.size()), "stride": list(source.stride())}
         left |= {"dtype": source.dtype}
-        for name in ("rows", "exact_blocks", "mode", "size", "stride", "dtype"):
+        for name in (*FORM, "size", "stride", "dtype"):
             before, after = left[name], back[name]
             if before != after:
                 _fail(

@@ -7,10 +7,12 @@ why nothing but `pool` is written in place.
 
 A block's head is one int32: its lowest number times 16, plus its width in bits; or `MISFIT`.
 
-Eight bytes, one of each lane, are a matrix of 8 x 8 bits, and their planes are its transpose.
-Two words hold the matrix, a nibble of each lane in a word; a multiplication then gathers one bit
-of every nibble into the highest byte.  Bytes are int8 here, as the vector unit turns an int32
-into that in one instruction.
+A nibble of each of eight lanes makes a word, and a multiplication gathers one bit of every nibble
+into the word's highest byte: that is how planes are made of lanes, and lanes of planes.  Bytes are
+int8 here, as the vector unit turns an int32 into that in one instruction.
+
+What is sparse is first compacted: elements that are not zero move, by columns of lanes, to the
+front of their section.
 """
 
 from __future__ import annotations
@@ -25,17 +27,29 @@ __all__ = [
     "BLOCK",
     "LANES",
     "MISFIT",
+    "NIBBLE",
+    "PLANES",
     "ROW",
+    "SECTION",
+    "compact_blocks",
+    "count_blocks",
+    "expand_blocks",
     "heads_of",
     "load_blocks",
+    "mask_blocks",
     "round_blocks",
     "scale_of",
+    "starts_of",
     "store_blocks",
     "widths_of",
 ]
 
-LANES, ROW = 8, 32
+LANES, ROW, NIBBLE = 8, 32, 4
 BLOCK = LANES * ROW
+SECTION = 4096
+"""Blocks that are compacted together."""
+PLANES = 12
+"""The most that a block may have."""
 MISFIT = 15
 
 # Beyond this a number of steps is no longer exact as float32.
@@ -43,6 +57,9 @@ _MOST_STEPS = 2**22
 _OUT_OF_RANGE = 2**30
 # Leaves room for the rounding of x / step, where the step is no power of two.
 _MARGIN = 1 - 2.0**-10
+# Lanes in the order of their nibbles in a word are 0, 4, 1, 5, 2, 6, 3, 7: the order that gathering
+# undoes.  These share a word at the distance of half of it.
+_PAIRS = ((0, 2), (4, 6), (1, 3), (5, 7))
 _NIBBLE_BITS, _HIGHEST_BITS, _GATHER_BITS = 0x11111111, -0x77777778, 0x01020408
 # 2**32 over the golden ratio, and a number of `lowbias32`, both as int32.
 _GOLDEN, _MIXER = -1640531535, -1028477379
@@ -69,7 +86,7 @@ def scale_of(bound: torch.Tensor, dtype: torch.dtype, mode: Mode) -> torch.Tenso
 
 def round_blocks(
     x: torch.Tensor, first: torch.Tensor, scale: torch.Tensor, mode: Mode
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Round elements to numbers of steps.
 
     Args:
@@ -79,32 +96,32 @@ def round_blocks(
         mode: How to round; see `quantiser`.
 
     Returns:
-        The lowest byte of each number as two words of nibbles, int32 `[n, ROW]`; and the lowest
-        and the highest number of each block, float32 `[n]`, out of range if an element does not
-        come back within the bound.  In mode `sign` one below 0 never does.
+        The lowest and the highest number of each block, float32 `[n]`, out of range if an element
+        does not come back within the bound, as in mode `sign` one below 0 never does.  After them
+        the numbers' lowest bits as words of nibbles, the lowest nibble first, int32 `[n, ROW]`.
     """
     wide, dither = x.to(scale.dtype), _dither(x.shape[0], first, mode)
     numbers = _numbers(wide, dither, scale, mode)
     # Near the bound this difference is exact: there the one is between half and twice the other.
     # An infinity differs from anything by no number, and no comparison is true of that.
-    values = _values(numbers, dither, scale, x.dtype, mode).to(scale.dtype)
+    values = _middles(numbers, dither, scale, mode).to(x.dtype).to(scale.dtype)
     is_within = (values - wide).abs() <= scale[0]
     if mode == "sign":
         is_within = is_within & ((values > 0) | (wide == 0))
-    # What has no place in an int32 becomes one that is out of range.
-    lanes = torch.where(is_within, numbers.to(torch.int32), _OUT_OF_RANGE).unbind(1)
-    low, high = _nibble_words(lanes)
+    are_within = _folded(torch.bitwise_and, is_within.unbind(1))
+    lanes = numbers.to(torch.int32).unbind(1)
     lowest = _folded(torch.minimum, lanes).to(torch.float32).amin(1)
-    highest = _folded(torch.maximum, lanes).to(torch.float32).amax(1)
-    return low, high, lowest, highest
+    highest = _folded(torch.maximum, lanes).to(torch.float32)
+    highest = torch.where(are_within, highest, _OUT_OF_RANGE).amax(1)
+    return lowest, highest, *_nibble_words(lanes, PLANES)
 
 
 def heads_of(lowest: torch.Tensor, highest: torch.Tensor) -> torch.Tensor:
     """Return the heads of blocks whose numbers are between these, int32 `[n]`."""
     span = highest - lowest
-    fits = (span < 2**LANES) & (lowest >= -_MOST_STEPS) & (highest <= _MOST_STEPS)
+    fits = (span < 2**PLANES) & (lowest >= -_MOST_STEPS) & (highest <= _MOST_STEPS)
     width = torch.zeros_like(span, dtype=torch.int32)
-    for bit in range(LANES):
+    for bit in range(PLANES):
         width = width + (span >= 2**bit).to(torch.int32)
     return torch.where(fits, lowest.to(torch.int32) * 16 + width, MISFIT)
 
@@ -116,32 +133,31 @@ def widths_of(heads: torch.Tensor) -> torch.Tensor:
 
 
 def store_blocks(
-    low: torch.Tensor,
-    high: torch.Tensor,
-    lowest: torch.Tensor,
-    highest: torch.Tensor,
     used: torch.Tensor,
     pool: torch.Tensor,
+    lowest: torch.Tensor,
+    highest: torch.Tensor,
+    *words: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Write the planes of blocks to their rows; what finds no room goes to the last one.
 
     Args:
-        low: int32 `[n, ROW]`, what `round_blocks` returned, like the three that follow.
-        high: int32 `[n, ROW]`.
-        lowest: float32 `[n]`.
-        highest: float32 `[n]`.
         used: int32 `[]`, how many rows the blocks before take.
         pool: int8 `[rows + 1, ROW]`, written.
+        lowest: float32 `[n]`, what `round_blocks` returned, like what follows.
+        highest: float32 `[n]`.
+        words: int32 `[n, ROW]` each.
 
     Returns:
         Heads, int32 `[n]`, and how many rows the blocks up to the last take, int32 `[]`.
     """
     heads = heads_of(lowest, highest)
     ends = used + widths_of(heads).cumsum(0, dtype=torch.int32)
-    distances = torch.stack(_less(low, high, (heads >> 4)[:, None]), 1)[:, :, None]
-    bit = torch.arange(4, dtype=torch.int32, device=low.device)[:, None]
+    distances = torch.stack(_less(words, (heads >> 4)[:, None]), 1)[:, :, None]
+    bit = torch.arange(NIBBLE, dtype=torch.int32, device=pool.device)[:, None]
     planes = _gathered(distances >> bit).to(torch.int8)
-    plane = torch.arange(LANES, dtype=torch.int32, device=low.device).view(2, 4)
+    plane = torch.arange(PLANES, dtype=torch.int32, device=pool.device)
+    plane = plane.view(-1, NIBBLE)
     rows = _rows_of(heads[:, None, None], ends[:, None, None], pool, plane)
     pool.index_put_((rows,), planes)
     return heads, ends[-1]
@@ -172,22 +188,85 @@ def load_blocks(
     """
     widths = widths_of(heads)
     ends = used + widths.cumsum(0, dtype=torch.int32)
-    planes = [
+    stored = [
         torch.where(
             (widths > plane)[:, None],
             pool[_rows_of(heads, ends, pool, plane)].to(torch.int32),
             0,
         )
-        for plane in range(LANES)
+        for plane in range(PLANES)
     ]
     lowest, dither = (heads >> 4)[:, None], _dither(heads.shape[0], first, mode)
     dithers = dither.unbind(1) if dither.dim() else LANES * (dither,)
-    lanes = [_gathered(word >> bit) & 255 for word in _nibble_words(planes) for bit in range(4)]
     values = [
         _values((lane + lowest).to(scale.dtype), lane_dither, scale, dtype, mode)
-        for lane, lane_dither in zip(lanes, dithers, strict=True)
+        for lane, lane_dither in zip(_lanes_of(stored), dithers, strict=True)
     ]
     return torch.stack(values, 1), ends[-1]
+
+
+def mask_blocks(
+    x: torch.Tensor, scale: torch.Tensor, mode: Mode
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Say which elements do not come back as 0.
+
+    Args:
+        x: Floating-point `[n, LANES, ROW]`.
+        scale: What `scale_of` returned.
+        mode: `zero` or `sign`.
+
+    Returns:
+        A bit for each, one lane after the other, uint8 `[n, ROW]`; and how many each column has,
+        int32 `[n, ROW]`.
+    """
+    wide = x.to(scale.dtype)
+    vanishes = wide.abs() <= scale[0] if mode == "zero" else wide == 0
+    lanes = (~vanishes).to(torch.int32).unbind(1)
+    bits = _folded(torch.bitwise_or, [lane << index for index, lane in enumerate(lanes)])
+    return bits.to(torch.uint8), _ones(bits)
+
+
+def count_blocks(bits: torch.Tensor) -> torch.Tensor:
+    """Return how many elements each column of a mask has, int32 `[n, ROW]`."""
+    return _ones(bits.to(torch.int32))
+
+
+def starts_of(counts: torch.Tensor) -> torch.Tensor:
+    """Return where each column's elements begin once sections are compacted, int32 `[n, ROW]`.
+
+    Args:
+        counts: How many elements each column has, int32 `[n, ROW]`; the first begins a section.
+    """
+    columns = counts.reshape(-1)
+    sections = torch.nn.functional.pad(columns, (0, -len(columns) % (SECTION * ROW)))
+    ends = sections.view(-1, SECTION * ROW).cumsum(1, dtype=torch.int32)
+    first = torch.arange(len(ends), dtype=torch.int32, device=counts.device) * (SECTION * BLOCK)
+    return (ends + first[:, None]).view(-1)[: len(columns)].view_as(counts) - counts
+
+
+def compact_blocks(
+    x: torch.Tensor, bits: torch.Tensor, starts: torch.Tensor, compact: torch.Tensor
+) -> torch.Tensor:
+    """Write the elements that a mask has to their places.
+
+    Args:
+        x: Elements, `[n, LANES, ROW]`.
+        bits: What `mask_blocks` returned.
+        starts: What `starts_of` returned.
+        compact: Flat, of x's dtype, written; its last element is waste.
+
+    Returns:
+        Nothing of value.
+    """
+    place, is_there = _places_of(bits, starts)
+    compact.index_put_((torch.where(is_there, place, compact.shape[0] - 1),), x)
+    return compact.new_zeros(())
+
+
+def expand_blocks(bits: torch.Tensor, starts: torch.Tensor, compact: torch.Tensor) -> torch.Tensor:
+    """Read what `compact_blocks` wrote, and zeros, `[n, LANES, ROW]`."""
+    place, is_there = _places_of(bits, starts)
+    return torch.where(is_there, compact[place.clamp(max=compact.shape[0] - 1)], 0.0)
 
 
 def _numbers(
@@ -212,14 +291,22 @@ def _values(
     mode: Mode,
 ) -> torch.Tensor:
     """Return what numbers of steps come back as."""
+    values = _middles(numbers, dither, scale, mode).to(dtype)
+    return torch.where(numbers > 0, values, 0.0) if mode == "sign" else values
+
+
+def _middles(
+    numbers: torch.Tensor, dither: torch.Tensor, scale: torch.Tensor, mode: Mode
+) -> torch.Tensor:
+    """Return the middles of steps; in mode `sign` that of 0 is within the bound of 0, and below."""
     step = scale[1]
     match mode:
         case "zero":
-            return (numbers * step).to(dtype)
+            return numbers * step
         case "sign":
-            return torch.where(numbers > 0, (numbers - 0.5) * step, 0.0).to(dtype)
+            return (numbers - 0.5) * step
         case "dither":
-            return ((numbers - dither) * step).to(dtype)
+            return (numbers - dither) * step
 
 
 def _dither(blocks: int, first: torch.Tensor, mode: Mode) -> torch.Tensor:
@@ -261,24 +348,49 @@ def _folded(
     return lanes[0]
 
 
-def _nibble_words(lanes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return two words a byte position: of the low nibbles of all lanes, and of the high ones."""
-    low, high = [], []
-    for lane in range(4):
-        a, b = lanes[lane], lanes[lane + 4]
-        low.append(((a & 15) | (b & 15) << 4) << 8 * lane)
-        high.append(((a >> 4) & 15 | (b & 240)) << 8 * lane)
-    return [_folded(torch.bitwise_or, low), _folded(torch.bitwise_or, high)]
+def _nibble_words(lanes: Sequence[torch.Tensor], bits: int) -> list[torch.Tensor]:
+    """Return words of the lowest nibble of eight lanes, of the next one, and so on."""
+    # Two lanes share a word first, so that there is half as much to shift.
+    pairs = [lanes[a] & 2**PLANES - 1 | lanes[b] << 16 for a, b in _PAIRS]
+    return [
+        _folded(
+            torch.bitwise_or,
+            [
+                _shifted(pair, NIBBLE * index - first) & (0x000F000F << NIBBLE * index)
+                for index, pair in enumerate(pairs)
+            ],
+        )
+        for first in range(0, bits, NIBBLE)
+    ]
 
 
-def _less(
-    low: torch.Tensor, high: torch.Tensor, lowest: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take a number from all bytes of words of nibbles, modulo 256."""
-    low_part, high_part = _repeated(lowest & 15), _repeated(lowest >> 4 & 15)
-    low_rest = _nibbles_less(low, low_part)
-    borrow = (~low & low_part | ~(low ^ low_part) & low_rest) >> 3 & _NIBBLE_BITS
-    return low_rest, _nibbles_less(_nibbles_less(high, high_part), borrow)
+def _lanes_of(planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the numbers of eight lanes, whose bits are planes."""
+    numbers: list[torch.Tensor] = []
+    for first in range(0, len(planes), LANES):
+        group = list(planes[first : first + LANES])
+        group += (LANES - len(group)) * [torch.zeros_like(group[0])]
+        words = _nibble_words(group, LANES)
+        bytes_ = [_gathered(word >> bit) & 255 for word in words for bit in range(NIBBLE)]
+        if numbers:
+            bytes_ = [n | byte << first for n, byte in zip(numbers, bytes_, strict=True)]
+        numbers = bytes_
+    return numbers
+
+
+def _shifted(word: torch.Tensor, left: int) -> torch.Tensor:
+    return word << left if left >= 0 else word >> -left
+
+
+def _less(words: Sequence[torch.Tensor], lowest: torch.Tensor) -> list[torch.Tensor]:
+    """Take a number from all numbers in words of nibbles, modulo what those hold."""
+    rests: list[torch.Tensor] = []
+    borrow = torch.zeros_like(lowest)
+    for index, word in enumerate(words):
+        part = _repeated(lowest >> NIBBLE * index & 15)
+        rests.append(_nibbles_less(_nibbles_less(word, part), borrow))
+        borrow = (~word & part | ~(word ^ part) & rests[-1]) >> 3 & _NIBBLE_BITS
+    return rests
 
 
 def _nibbles_less(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -295,3 +407,18 @@ def _repeated(nibble: torch.Tensor) -> torch.Tensor:
 def _gathered(words: torch.Tensor) -> torch.Tensor:
     """Return the lowest bit of each nibble, as a signed byte."""
     return ((words & _NIBBLE_BITS) * _GATHER_BITS) >> 24
+
+
+def _places_of(bits: torch.Tensor, starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each element's place in what is compact, and whether it has one."""
+    columns = bits.to(torch.int32)[:, None]
+    lane = torch.arange(LANES, dtype=torch.int32, device=bits.device)[:, None]
+    place = starts[:, None] + _ones(columns & (1 << lane) - 1)
+    return place, (columns >> lane & 1) > 0
+
+
+def _ones(bytes_: torch.Tensor) -> torch.Tensor:
+    """Count the bits of bytes that are 1."""
+    pairs = bytes_ - (bytes_ >> 1 & 0x55)
+    nibbles = (pairs & 0x33) + (pairs >> 2 & 0x33)
+    return nibbles + (nibbles >> 4) & 15

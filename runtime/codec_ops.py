@@ -7,14 +7,48 @@ compilers that change layouts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.library import Library
 
+from backhaul.records import PackedForm
 from backhaul.runtime import codecs, quantiser
 
-__all__: list[str] = []
+__all__ = ["FORM_SCHEMA"]
+
+FORM_SCHEMA = "int rows, int exact_blocks, bool is_sparse, str mode"
+"""The arguments of an op that are the fields of a `PackedForm`."""
+
+
+def _quantise(x: torch.Tensor, bound: torch.Tensor, *form: Any) -> torch.Tensor:
+    return quantiser.quantise(x, bound, PackedForm(*form))
+
+
+def _fake_quantise(x: torch.Tensor, bound: torch.Tensor, *form: Any) -> torch.Tensor:
+    return quantiser.fake_quantise(x, bound, PackedForm(*form))
+
+
+def _dequantise(
+    packed: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    *form: Any,
+) -> torch.Tensor:
+    return quantiser.dequantise(packed, PackedForm(*form), size, stride, dtype)
+
+
+def _fake_dequantise(
+    packed: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    *form: Any,
+) -> torch.Tensor:
+    return quantiser.fake_dequantise(packed, PackedForm(*form), size, stride, dtype)
+
 
 _CODEC_OPS: tuple[tuple[str, Callable[..., torch.Tensor], Callable[..., torch.Tensor]], ...] = (
     (
@@ -51,15 +85,16 @@ _CODEC_OPS: tuple[tuple[str, Callable[..., torch.Tensor], Callable[..., torch.Te
         codecs.fake_widen,
     ),
     (
-        "quantise_tensor(Tensor x, Tensor bound, int rows, int exact_blocks, str mode) -> Tensor",
-        quantiser.quantise,
-        quantiser.fake_quantise,
+        "quantise_tensor(Tensor x, Tensor bound, " + FORM_SCHEMA + ") -> Tensor",
+        _quantise,
+        _fake_quantise,
     ),
     (
-        "dequantise_tensor(Tensor packed, int rows, int exact_blocks, SymInt[] size, "
-        "SymInt[] stride, ScalarType dtype, str mode) -> Tensor",
-        quantiser.dequantise,
-        quantiser.fake_dequantise,
+        "dequantise_tensor(Tensor packed, SymInt[] size, SymInt[] stride, ScalarType dtype, "
+        + FORM_SCHEMA
+        + ") -> Tensor",
+        _dequantise,
+        _fake_dequantise,
     ),
 )
 

@@ -14,19 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backhaul.records import CodecRecord, Mode
+from backhaul.records import CodecRecord, PackedForm
 from backhaul.runtime import quantiser
 
-__all__ = ["Dials", "Room"]
-
-
-@dataclass(frozen=True, slots=True)
-class Room:
-    """What a packed form has room for, and how it rounds; see `runtime.quantiser`."""
-
-    rows: int
-    exact_blocks: int
-    mode: Mode
+__all__ = ["Dials"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +27,7 @@ class _Question:
     step_id: int
     dial: int
     original: Tensor
-    room: Room
+    form: PackedForm
     needs: Tensor
     answered: torch.Event
 
@@ -66,22 +57,22 @@ class Dials:
         self._bounds = list(bounds)
         self._bounds_there = None
 
-    def pack(self, step_id: int, dial: int, x: Tensor, room: Room) -> Tensor:
+    def pack(self, step_id: int, dial: int, x: Tensor, form: PackedForm) -> Tensor:
         """Pack a tensor; see `quantiser.quantise`."""
         self._settle()
         if self._bounds_there is None:
             self._bounds_there = torch.tensor(self._bounds, dtype=torch.float32, device=x.device)
         bound = self._bounds_there[dial]
-        packed = quantiser.quantise(x, bound, room.rows, room.exact_blocks, room.mode)
-        needs = quantiser.needs(packed, x.numel(), room.rows, room.exact_blocks, x.dtype)
+        packed = quantiser.quantise(x, bound, form)
+        needs = quantiser.needs(packed, x.numel(), form, x.dtype)
         if x.device.type == "cpu":
-            self._keep_if_void(step_id, dial, x, room, needs)
+            self._keep_if_void(step_id, dial, x, form, needs)
         else:
             host = torch.empty(2, dtype=torch.int32, pin_memory=True)
             host.copy_(needs, non_blocking=True)
             answered = torch.Event(x.device)
             answered.record()
-            self._question = _Question(step_id, dial, x, room, host, answered)
+            self._question = _Question(step_id, dial, x, form, host, answered)
         return packed
 
     def original(self, step_id: int, dial: int) -> Tensor | None:
@@ -98,11 +89,13 @@ class Dials:
         if question is not None:
             question.answered.synchronize()
             self._keep_if_void(
-                question.step_id, question.dial, question.original, question.room, question.needs
+                question.step_id, question.dial, question.original, question.form, question.needs
             )
 
-    def _keep_if_void(self, step_id: int, dial: int, x: Tensor, room: Room, needs: Tensor) -> None:
-        rows, misfits = needs.tolist()
-        if rows > room.rows or misfits > room.exact_blocks:
+    def _keep_if_void(
+        self, step_id: int, dial: int, x: Tensor, form: PackedForm, needs: Tensor
+    ) -> None:
+        rows, exact_blocks = needs.tolist()
+        if rows > form.rows or exact_blocks > form.exact_blocks:
             self.overflow_counts[dial] += 1
             self._original_by_step.setdefault(step_id, {})[dial] = x

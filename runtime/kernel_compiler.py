@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -34,10 +34,13 @@ __all__ = [
     "Executor",
     "FunctionModule",
     "Kernels",
+    "SparseKernels",
     "executor",
     "kernels_for",
+    "sparse_kernels_for",
 ]
 
+K = TypeVar("K")
 _logger = logging.getLogger(__name__)
 
 # Below this a kernel's launch, and all the more its compilation, is not worth it.
@@ -67,7 +70,7 @@ class Executor(NamedTuple):
 
 
 class Kernels(NamedTuple):
-    """The functions of `block_kernels`, as they stand or compiled."""
+    """The functions of `block_kernels` that pack blocks, as they stand or compiled."""
 
     round: Callable[..., tuple[torch.Tensor, ...]]
     store: Callable[..., tuple[torch.Tensor, torch.Tensor]]
@@ -75,11 +78,26 @@ class Kernels(NamedTuple):
     is_compiled: bool
 
 
+class SparseKernels(NamedTuple):
+    """The functions of `block_kernels` that leave zeros out, as they stand or compiled."""
+
+    mask: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    counts: Callable[..., torch.Tensor]
+    compact: Callable[..., torch.Tensor]
+    expand: Callable[..., torch.Tensor]
+
+
 EAGER = Kernels(
     block_kernels.round_blocks,
     block_kernels.store_blocks,
     block_kernels.load_blocks,
     is_compiled=False,
+)
+_EAGER_SPARSE = SparseKernels(
+    block_kernels.mask_blocks,
+    block_kernels.count_blocks,
+    block_kernels.compact_blocks,
+    block_kernels.expand_blocks,
 )
 
 
@@ -94,43 +112,66 @@ def kernels_for(blocks: int, dtype: torch.dtype, mode: Mode, device: torch.devic
 
     Those of a few blocks are eager, and so are those that a tracer or a dispatch mode watches.
     """
-    if (
-        blocks < FEWEST_BLOCKS
-        or torch.compiler.is_compiling()
-        or _get_current_dispatch_mode() is not None
-    ):
+    if not _is_worth_compiling(blocks):
         return EAGER
     kernels, _ = _compiled(dtype, mode, device)
     return kernels
 
 
+def sparse_kernels_for(
+    blocks: int, dtype: torch.dtype, mode: Mode, device: torch.device
+) -> SparseKernels:
+    """Return the kernels that leave out the zeros of so many blocks; see `kernels_for`."""
+    if not _is_worth_compiling(blocks):
+        return _EAGER_SPARSE
+    return _compiled_sparse(dtype, mode, device)
+
+
+def _is_worth_compiling(blocks: int) -> bool:
+    return (
+        blocks >= FEWEST_BLOCKS
+        and not torch.compiler.is_compiling()
+        and _get_current_dispatch_mode() is None
+    )
+
+
 @functools.cache
 def _compiled(dtype: torch.dtype, mode: Mode, device: torch.device) -> tuple[Kernels, Executor]:
+    return _tried(lambda: _compile(dtype, mode, device), EAGER, dtype, device)
+
+
+@functools.cache
+def _compiled_sparse(dtype: torch.dtype, mode: Mode, device: torch.device) -> SparseKernels:
+    kernels, _ = _tried(lambda: _compile_sparse(dtype, mode, device), _EAGER_SPARSE, dtype, device)
+    return kernels
+
+
+def _tried(
+    compile_: Callable[[], K], eager: K, dtype: torch.dtype, device: torch.device
+) -> tuple[K, Executor]:
     try:
+        if torch._dynamo.config.disable:
+            raise RuntimeError("torch.compile is disabled")
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
-            kernels = _compile(dtype, mode, device)
+            kernels = compile_()
     except Exception as error:  # A compiler fails with whatever it likes.
         reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
         _logger.warning("kernels for %s on %s run eagerly: %s", dtype, device, reason)
-        return EAGER, Executor("eager", reason)
+        return eager, Executor("eager", reason)
     return kernels, Executor("inductor", f"compiled for {dtype} on {device}")
 
 
 def _compile(dtype: torch.dtype, mode: Mode, device: torch.device) -> Kernels:
     """Compile for any number of blocks, by examples so large that Inductor takes threads."""
-    if torch._dynamo.config.disable:
-        raise RuntimeError("torch.compile is disabled")
     n, rows = Dim("n", min=2), Dim("rows", min=2)
-    x = torch.zeros((_EXAMPLE_BLOCKS, LANES, ROW), dtype=dtype, device=device)
-    zero = torch.zeros((), dtype=torch.int32, device=device)
-    scale = block_kernels.scale_of(torch.ones((), device=device), dtype, mode)
+    x, zero, scale = _examples(dtype, mode, device)
     pool = torch.zeros((2 * _EXAMPLE_BLOCKS, ROW), dtype=torch.int8, device=device)
     round_, store, load = EAGER[:3]
     rounded = round_(x, zero, scale, mode)
-    heads, _ = store(*rounded, zero, pool)
+    heads, _ = store(zero, pool, *rounded)
     return Kernels(
         _compiled_one(lambda *args: round_(*args, mode), (x, zero, scale), (n, None, None)),
-        _compiled_one(store, (*rounded, zero, pool), (n, n, n, n, None, rows)),
+        _compiled_one(store, (zero, pool, *rounded), (None, rows, *len(rounded) * (n,))),
         _compiled_one(
             lambda *args: load(*args, dtype, mode),
             (heads, zero, zero.clone(), pool, scale),  # One tensor given twice is one input.
@@ -138,6 +179,30 @@ def _compile(dtype: torch.dtype, mode: Mode, device: torch.device) -> Kernels:
         ),
         is_compiled=True,
     )
+
+
+def _compile_sparse(dtype: torch.dtype, mode: Mode, device: torch.device) -> SparseKernels:
+    """Compile for any number of blocks; see `_compile`."""
+    n, length = Dim("n", min=2), Dim("length", min=2)
+    x, _, scale = _examples(dtype, mode, device)
+    mask, count, compact, expand = _EAGER_SPARSE
+    bits, counts = mask(x, scale, mode)
+    places = bits, block_kernels.starts_of(counts), x.new_zeros(x.numel())
+    return SparseKernels(
+        _compiled_one(lambda *args: mask(*args, mode), (x, scale), (n, None)),
+        _compiled_one(count, (bits,), (n,)),
+        _compiled_one(compact, (x, *places), (n, n, n, length)),
+        _compiled_one(expand, places, (n, n, length)),
+    )
+
+
+def _examples(
+    dtype: torch.dtype, mode: Mode, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return blocks, where they begin, and a scale."""
+    x = torch.zeros((_EXAMPLE_BLOCKS, LANES, ROW), dtype=dtype, device=device)
+    zero = torch.zeros((), dtype=torch.int32, device=device)
+    return x, zero, block_kernels.scale_of(torch.ones((), device=device), dtype, mode)
 
 
 class FunctionModule(nn.Module):
@@ -168,6 +233,7 @@ def _compiled_one(
 
     def call(*args: Any) -> Any:
         # What was not a tensor is part of the kernel.
-        return compiled(*args[: len(example)])
+        results = compiled(*args[: len(example)])
+        return results[0] if len(results) == 1 else results
 
     return call

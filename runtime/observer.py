@@ -116,9 +116,9 @@ class Observer:
         """Return the means of all that was watched."""
         return {read: _means(total, count) for read, (total, count) in self._sums.items()}
 
-    def needs(self) -> dict[str, tuple[int, int]]:
-        """Return the most rows and exact blocks that each activation needed."""
-        return {name: tuple(needs.tolist()) for name, needs in self._needs.items()}
+    def needs(self) -> dict[str, quantiser.Needs]:
+        """Return the most that each activation needed in each form; see `quantiser.measure`."""
+        return {name: needs.tolist() for name, needs in self._needs.items()}
 
 
 def _sums_of(read: Read, gradient: Tensor, activation: Tensor, result: Tensor) -> Tensor:

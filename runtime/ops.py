@@ -11,8 +11,8 @@ They are two-node asynchronous: a start and a wait.  A handle is a row of the st
 
 What is rounded asks the step, too: for its bound, and for the original if there was no room.
 
-    p = quantise(x, token, dial, rows, exact_blocks, mode)
-    y = dequantise(p, token, dial, rows, exact_blocks, size, stride, dtype, mode)
+    p = quantise(x, token, dial, *form)
+    y = dequantise(p, token, dial, size, stride, dtype, *form)
     observe(gradient, y, weight_gradient, token, read)
 
 An op moves the whole storage under its tensor, whatever view of it that is.  No op frees
@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.library import Library, register_fake
 
 from backhaul.errors import InternalError
-from backhaul.records import Mode
+from backhaul.records import PackedForm
 from backhaul.runtime import quantiser
+from backhaul.runtime.codec_ops import FORM_SCHEMA
 from backhaul.runtime.device import random_state_bytes
-from backhaul.runtime.dials import Room
 from backhaul.runtime.session import SESSIONS, Session
 
 __all__ = ["NAMESPACE"]
@@ -168,37 +168,53 @@ _define(
 )
 
 
-def _quantise(
-    x: Tensor, token: Tensor, dial: int, rows: int, exact_blocks: int, mode: Mode
-) -> Tensor:
+def _quantise(x: Tensor, token: Tensor, dial: int, *form: Any) -> Tensor:
     session, step_id, _ = _open_handle(token[0])
-    return session.dials.pack(step_id, dial, x, Room(rows, exact_blocks, mode))
+    return session.dials.pack(step_id, dial, x, PackedForm(*form))
 
 
-def _fake_quantise(x: Tensor, token: Tensor, dial: int, *room: Any) -> Tensor:
-    return quantiser.fake_quantise(x, token, *room)
+def _fake_quantise(x: Tensor, token: Tensor, dial: int, *form: Any) -> Tensor:
+    return quantiser.fake_quantise(x, token, PackedForm(*form))
 
 
 _define(
-    "quantise(Tensor x, Tensor token, int dial, int rows, int exact_blocks, str mode) -> Tensor",
+    "quantise(Tensor x, Tensor token, int dial, " + FORM_SCHEMA + ") -> Tensor",
     _quantise,
     _fake_quantise,
 )
 
 
-def _dequantise(packed: Tensor, token: Tensor, dial: int, *form: Any) -> Tensor:
+def _dequantise(
+    packed: Tensor,
+    token: Tensor,
+    dial: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    *form: Any,
+) -> Tensor:
     session, step_id, _ = _open_handle(token[0])
     original = session.dials.original(step_id, dial)
-    return quantiser.dequantise(packed, *form) if original is None else _alias(original)
+    if original is not None:
+        return _alias(original)
+    return quantiser.dequantise(packed, PackedForm(*form), size, stride, dtype)
 
 
-def _fake_dequantise(packed: Tensor, token: Tensor, dial: int, *form: Any) -> Tensor:
-    return quantiser.fake_dequantise(packed, *form)
+def _fake_dequantise(
+    packed: Tensor,
+    token: Tensor,
+    dial: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    *form: Any,
+) -> Tensor:
+    return quantiser.fake_dequantise(packed, PackedForm(*form), size, stride, dtype)
 
 
 _define(
-    "dequantise(Tensor packed, Tensor token, int dial, int rows, int exact_blocks, "
-    "SymInt[] size, SymInt[] stride, ScalarType dtype, str mode) -> Tensor",
+    "dequantise(Tensor packed, Tensor token, int dial, SymInt[] size, SymInt[] stride, "
+    "ScalarType dtype, " + FORM_SCHEMA + ") -> Tensor",
     _dequantise,
     _fake_dequantise,
 )

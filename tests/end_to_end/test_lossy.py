@@ -15,7 +15,7 @@ from torch.nn import functional
 import backhaul
 from backhaul.module import OptimizedModule
 from backhaul.passes import pipeline
-from backhaul.records import Budget, ErrorBound, GraphRecord, MachineProfile, Plan
+from backhaul.records import Budget, ErrorBound, GraphRecord, MachineProfile, PackedForm, Plan
 from backhaul.report import report_text
 from backhaul.runtime.kernel_compiler import Executor
 from backhaul.scheduler.cost import CostModel
@@ -54,6 +54,13 @@ def batch() -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(1)
     images = torch.randn(16, 3, 32, 32, generator=random)
     return images, torch.randint(0, 10, (16,), generator=random)
+
+
+def without_room(module: OptimizedModule) -> tuple[ErrorBound, ...]:
+    return tuple(
+        dataclasses.replace(given, form=dataclasses.replace(given.form, rows=1))
+        for given in module.compression.error_bounds
+    )
 
 
 def lossy(model: nn.Module, **options: object) -> OptimizedModule:
@@ -105,7 +112,7 @@ def test_warm_up_is_exact_and_then_only_weights_get_the_noise_that_is_allowed() 
 
 def test_every_kind_of_activation_is_rounded_in_its_way() -> None:
     module = refreshed(lossy(small_model()))
-    modes = [given.mode for given in module.compression.error_bounds]
+    modes = [given.form.mode for given in module.compression.error_bounds]
     assert sorted(modes) == ["dither", "sign", "sign", "sign"]
     assert module.plan.predicted.saved_peak_bytes < 0.6 * module.plan.baseline.saved_peak_bytes
     packed = [codec for _, codec in module.plan.rounded]
@@ -116,7 +123,7 @@ def test_every_kind_of_activation_is_rounded_in_its_way() -> None:
 def test_what_finds_no_room_is_kept_and_counted() -> None:
     model = small_model()
     module = refreshed(lossy(copy.deepcopy(model)))
-    tight = tuple(dataclasses.replace(g, rows=1) for g in module.compression.error_bounds)
+    tight = without_room(module)
     module.compression.error_bounds = tight
     module.compression.load_state_dict(module.compression.state_dict())
     _, exact = step(model)
@@ -129,7 +136,7 @@ def test_what_finds_no_room_is_kept_and_counted() -> None:
 
 def test_originals_stay_as_long_as_a_backward_may_come() -> None:
     module = refreshed(lossy(small_model()))
-    tight = [dataclasses.asdict(g) | {"rows": 1} for g in module.compression.error_bounds]
+    tight = [dataclasses.asdict(given) for given in without_room(module)]
     module.compression.load_state_dict(module.compression.state_dict() | {"error_bounds": tight})
     images, labels = batch()
     first = functional.cross_entropy(module(images), labels)
@@ -145,7 +152,7 @@ def test_originals_stay_as_long_as_a_backward_may_come() -> None:
 
 def test_room_that_ran_out_is_given_at_the_next_look() -> None:
     module = refreshed(lossy(small_model(), refresh_steps=100))
-    tight = [dataclasses.asdict(g) | {"rows": 1} for g in module.compression.error_bounds]
+    tight = [dataclasses.asdict(given) for given in without_room(module)]
     module.compression.load_state_dict(module.compression.state_dict() | {"error_bounds": tight})
     for _ in range(20):
         step(module)
@@ -164,7 +171,7 @@ def test_bounds_follow_the_gradient_without_a_new_plan() -> None:
     assert len(module.compression.history) == 2
     assert module.__dict__["_capture"] is capture
     after = module.compression.error_bounds
-    assert [g.rows for g in after] == [g.rows for g in before]
+    assert [g.form for g in after] == [g.form for g in before]
 
 
 def test_the_state_goes_on_in_another_process_and_in_copies() -> None:
@@ -268,8 +275,9 @@ def test_a_bound_for_what_cannot_be_rounded_leaves_it_exact() -> None:
     module = refreshed(lossy(copy.deepcopy(model)))
     names = {tensor.name for tensor in module.plan.graph.saved}
     roundable = {each.tensor for each in module._first_work().description.roundable}
+    form = PackedForm(rows=0, exact_blocks=0, is_sparse=False, mode="dither")
     everything = [
-        dataclasses.asdict(ErrorBound(tensor=n, bound=1e3, rows=0, exact_blocks=0, mode="dither"))
+        dataclasses.asdict(ErrorBound(tensor=n, bound=1e3, form=form))
         for n in sorted(names - roundable)
     ]
     state = module.compression.state_dict() | {"error_bounds": everything}

@@ -24,7 +24,7 @@ from backhaul.passes.verify import (
     RELOAD_WAIT,
     verify,
 )
-from backhaul.records import Decision, ErrorBound, Recompute
+from backhaul.records import Decision, ErrorBound, PackedForm, Recompute
 
 Break = Callable[[StepGraphs], None]
 
@@ -66,7 +66,7 @@ def _rounding() -> Iterator[StepGraphs]:
     assert module.compression is not None
     roundable = module._capture.works[0].description.roundable
     bounds = [
-        asdict(ErrorBound(tensor=each.tensor, bound=0.1, rows=40, exact_blocks=1, mode=mode))
+        asdict(ErrorBound(tensor=each.tensor, bound=0.1, form=PackedForm(40, 1, False, mode)))
         for each, mode in zip(roundable, ("sign", "dither"), strict=True)
     ]
     state = module.compression.state_dict() | {"error_bounds": bounds}
@@ -86,7 +86,7 @@ def compute_from_rounded(step: StepGraphs) -> None:
 
 def unpack_with_less_room(step: StepGraphs) -> None:
     node = find(step.backward, DEQUANTISE)[0]
-    node.args = (*node.args[:3], 39, *node.args[4:])
+    node.args = (*node.args[:6], 39, *node.args[7:])
 
 
 def unpack_in_another_mode(step: StepGraphs) -> None:
