@@ -83,18 +83,18 @@ def inputs_of(model: nn.Module, layers: tuple[str, ...], sample: Tensor) -> dict
     return found
 
 
-def ours(x: Tensor, bound: float) -> Codec:
-    """Make the quantiser with the room that this tensor needs."""
+def ours(x: Tensor, bound: float) -> Iterator[Codec]:
+    """Make the quantiser in each form, with the room that this tensor needs."""
     told = torch.tensor(bound, device=x.device)
     share = float((x != 0).float().mean())
     mode = "dither" if share > 0.9 else "sign" if float(x.min()) >= 0 else "zero"
-    rows, exact_blocks = quantiser.measure(x, told, mode).tolist()
-    return Codec(
-        f"backhaul, {mode}",
-        lambda: quantiser.quantise(x, told, rows, exact_blocks, mode),
-        lambda p: quantiser.dequantise(p, rows, exact_blocks, x.shape, x.stride(), x.dtype, mode),
-        lambda packed: packed.nbytes,
-    )
+    for form in quantiser.fitting_forms(quantiser.measure(x, told, mode).tolist(), mode):
+        yield Codec(
+            f"backhaul, {mode}{', sparse' * form.is_sparse}",
+            lambda form=form: quantiser.quantise(x, told, form),
+            lambda p, form=form: quantiser.dequantise(p, form, x.shape, x.stride(), x.dtype),
+            lambda packed: packed.nbytes,
+        )
 
 
 def peers(x: Tensor, bound: float) -> Iterator[Codec]:
@@ -144,7 +144,7 @@ def seconds(work: Callable[[], Any], device: torch.device) -> float:
 def lines_of(x: Tensor, share: float, rounds: int) -> Iterator[dict[str, Any]]:
     """Measure all codecs on one tensor."""
     bound = share * float(x.std())
-    codecs = [ours(x, bound), *(peers(x, bound) if x.device.type == "cpu" else ())]
+    codecs = [*ours(x, bound), *(peers(x, bound) if x.device.type == "cpu" else ())]
     target = torch.empty_like(x)
     packed = [codec.encode() for codec in codecs]  # Compiles, too.
     errors = []

@@ -6,7 +6,9 @@ Inductor is told of a device that is not there, its Triton code is taken before 
 Triton's own compiler makes a binary of each kernel.  Prints a JSON line a kernel, and one for
 encoding and decoding each: bytes that the kernels move for an element of float32, by Inductor's
 count of what they read and write, beside the least that they can be, which is the tensor and its
-packed form once each, and beside the 8 bytes that memcpy moves.
+packed form once each, and beside the 8 bytes that memcpy moves.  A sparse form has two lines more,
+for what comes before encoding and after decoding; without the running sums between, which torch's
+own kernels make of one int for each 8 elements.
 
 It replaces private parts of torch and Triton, as this release has them.
 """
@@ -26,6 +28,7 @@ from unittest import mock
 
 import torch
 import triton
+from torch import Tensor
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.runtime.hints import DeviceProperties
 from torch.export import Dim
@@ -45,7 +48,7 @@ H200 = DeviceProperties(
     max_threads_per_block=1024, warp_size=32,
 )  # fmt: skip
 PROPERTIES = SimpleNamespace(**H200._asdict(), minor=0, name="NVIDIA H200", gcnArchName="")
-BLOCKS, PLANES = 1 << 16, 5
+BLOCKS, PLANES, NONZERO = 1 << 16, 5, 0.5
 MODES: tuple[Mode, ...] = ("zero", "sign", "dither")
 
 
@@ -150,40 +153,56 @@ def compiled_kernels(code: str) -> Iterator[dict[str, Any]]:
         }
 
 
+Kernel = tuple[Callable[..., Any], tuple[Tensor, ...], tuple[Dim | None, ...]]
+
+
+def kernels_of(mode: Mode) -> dict[str, list[Kernel]]:
+    """List the kernels that run one after the other, with examples and their first dimensions."""
+    n, rows, length = (Dim(name, min=2) for name in ("n", "rows", "length"))
+    x = torch.rand(BLOCKS, LANES, ROW)
+    scale = block_kernels.scale_of(torch.tensor(0.02), x.dtype, mode)
+    zero, pool = torch.zeros((), dtype=torch.int32), torch.zeros(PLANES * BLOCKS, ROW).char()
+    rounded = block_kernels.round_blocks(x, zero, scale, mode)
+    heads, _ = block_kernels.store_blocks(zero, pool, *rounded)
+    encode: list[Kernel] = [
+        (
+            lambda *args: block_kernels.round_blocks(*args, mode),
+            (x, zero, scale),
+            (n, None, None),
+        ),
+        (block_kernels.store_blocks, (zero, pool, *rounded), (None, rows, *len(rounded) * (n,))),
+    ]
+    decode: list[Kernel] = [
+        (
+            lambda *args: block_kernels.load_blocks(*args, torch.float32, mode),
+            (heads, zero, zero.clone(), pool, scale),
+            (n, None, None, rows, None),
+        ),
+    ]
+    found = {"encode": encode, "decode": decode}
+    if mode == "dither":
+        return found
+    bits, counts = block_kernels.mask_blocks(x, scale, mode)
+    places = bits, block_kernels.starts_of(counts), x.new_zeros(int(NONZERO * x.numel()))
+    leave_out: list[Kernel] = [
+        (lambda *args: block_kernels.mask_blocks(*args, mode), (x, scale), (n, None)),
+        (block_kernels.compact_blocks, (x, *places), (n, n, n, length)),
+    ]
+    put_in: list[Kernel] = [
+        (block_kernels.count_blocks, (bits,), (n,)),
+        (block_kernels.expand_blocks, places, (n, n, length)),
+    ]
+    return found | {"leave zeros out": leave_out, "put zeros in": put_in}
+
+
 def main() -> None:
     """Print a JSON line a kernel and one a direction."""
-    n, rows = Dim("n", min=2), Dim("rows", min=2)
     for mode in MODES:
-        x = torch.rand(BLOCKS, LANES, ROW)
-        scale = block_kernels.scale_of(torch.tensor(0.02), x.dtype, mode)
-        zero, pool = torch.zeros((), dtype=torch.int32), torch.zeros(8 * BLOCKS, ROW).char()
-        pool = pool[: PLANES * BLOCKS]
-        rounded = block_kernels.round_blocks(x, zero, scale, mode)
-        heads, _ = block_kernels.store_blocks(*rounded, zero, pool)
-        codes = {
-            "encode": (
-                triton_code(
-                    lambda *args, mode=mode: block_kernels.round_blocks(*args, mode),
-                    (x, zero, scale),
-                    (n, None, None),
-                ),
-                triton_code(
-                    block_kernels.store_blocks, (*rounded, zero, pool), (n, n, n, n, None, rows)
-                ),
-            ),
-            "decode": (
-                triton_code(
-                    lambda *args, mode=mode: block_kernels.load_blocks(*args, torch.float32, mode),
-                    (heads, zero, zero.clone(), pool, scale),
-                    (n, None, None, rows, None),
-                ),
-            ),
-        }
-        for direction, written in codes.items():
-            found = [line for code in written for line in compiled_kernels(code)]
+        for direction, kernels in kernels_of(mode).items():
+            found = [line for kernel in kernels for line in compiled_kernels(triton_code(*kernel))]
             for line in found:
                 print(json.dumps({"mode": mode, "direction": direction, **line}), flush=True)
-            least = 4 + PLANES / 8 + 4 / BLOCK
+            least = 4 + (4 * NONZERO + 1 / 8 if "zeros" in direction else PLANES / 8 + 4 / BLOCK)
             total = sum(line["bytes an element"] or 0.0 for line in found)
             summary = {"mode": mode, "direction": direction, "kernels": len(found)}
             summary |= {"bytes an element": total, "least": least, "memcpy": 8}
