@@ -70,7 +70,8 @@ def optimize(
             `compression` controls them, and steps are exact until its first refresh.
         error_budget: Norm that rounding may add to the weights' gradients, as a share of the
             momentum's (give `compression.optimizer` an optimizer; without one it is a share of
-            the gradient's); 0.01 if errors are allowed.
+            the gradient's); 0.01 if errors are allowed.  With 0 their zeros are left out, and
+            nothing is rounded.
         error_policy: `bytes` spends the budget where it saves most bytes; `comet` follows the
             rule of COMET (Jin et al. 2021).
         warmup_steps: Exact steps before the first refresh.

@@ -75,7 +75,7 @@ class AdaptiveCompression:
 
     Args:
         error_budget: Norm that rounding may add to the weights' gradients, as a share of the
-            momentum's; COMET allows 0.01.
+            momentum's; COMET allows 0.01.  With 0 nothing is rounded, and zeros are left out.
         policy: `bytes` spends one budget where it saves most bytes; `comet` is the rule of COMET
             for each layer, with its fitted constant, for comparison.
         warmup_steps: Exact steps before the first refresh.
@@ -268,6 +268,8 @@ class AdaptiveCompression:
         layers: Mapping[str, LinearNoise],
         reference: float,
     ) -> dict[str, float]:
+        if not self.error_budget:
+            return dict.fromkeys(sums, 0.0)
         if self.policy == "bytes":
             bounds = bounds_of(layers, self.error_budget * reference)
         else:
@@ -362,8 +364,8 @@ def _momentum_norm(optimizer: torch.optim.Optimizer) -> float:
 
 
 def _check(error_budget: float, policy: str, warmup_steps: int, refresh_steps: int) -> None:
-    if not isinstance(error_budget, (int, float)) or not 0 < error_budget < 1:
-        raise ValueError(f"error_budget={error_budget!r}: give a share between 0 and 1, as 0.01")
+    if not isinstance(error_budget, (int, float)) or not 0 <= error_budget < 1:
+        raise ValueError(f"error_budget={error_budget!r}: give a share below 1, as 0.01")
     if policy not in get_args(Policy):
         raise ValueError(f"policy={policy!r}: give one of {', '.join(get_args(Policy))}")
     if not warmup_steps >= 1:

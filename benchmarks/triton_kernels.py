@@ -163,14 +163,18 @@ def kernels_of(mode: Mode) -> dict[str, list[Kernel]]:
     scale = block_kernels.scale_of(torch.tensor(0.02), x.dtype, mode)
     zero, pool = torch.zeros((), dtype=torch.int32), torch.zeros(PLANES * BLOCKS, ROW).char()
     rounded = block_kernels.round_blocks(x, zero, scale, mode)
-    heads, _ = block_kernels.store_blocks(zero, pool, *rounded)
+    heads, _ = block_kernels.store_blocks(mode, zero, pool, *rounded)
     encode: list[Kernel] = [
         (
             lambda *args: block_kernels.round_blocks(*args, mode),
             (x, zero, scale),
             (n, None, None),
         ),
-        (block_kernels.store_blocks, (zero, pool, *rounded), (None, rows, *len(rounded) * (n,))),
+        (
+            lambda *args: block_kernels.store_blocks(mode, *args),
+            (zero, pool, *rounded),
+            (None, rows, *len(rounded) * (n,)),
+        ),
     ]
     decode: list[Kernel] = [
         (

@@ -97,8 +97,9 @@ def round_blocks(
 
     Returns:
         The lowest and the highest number of each block, float32 `[n]`, out of range if an element
-        does not come back within the bound, as in mode `sign` one below 0 never does.  After them
-        the numbers' lowest bits as words of nibbles, the lowest nibble first, int32 `[n, ROW]`.
+        does not come back within the bound, as in mode `sign` one below 0 never does; there the
+        lowest is 0.  After them the numbers' lowest bits as words of nibbles, the lowest nibble
+        first, int32 `[n, ROW]`.
     """
     wide, dither = x.to(scale.dtype), _dither(x.shape[0], first, mode)
     numbers = _numbers(wide, dither, scale, mode)
@@ -110,9 +111,13 @@ def round_blocks(
         is_within = is_within & ((values > 0) | (wide == 0))
     are_within = _folded(torch.bitwise_and, is_within.unbind(1))
     lanes = numbers.to(torch.int32).unbind(1)
-    lowest = _folded(torch.minimum, lanes).to(torch.float32).amin(1)
-    highest = _folded(torch.maximum, lanes).to(torch.float32)
-    highest = torch.where(are_within, highest, _OUT_OF_RANGE).amax(1)
+    least, most = _folded(torch.minimum, lanes), _folded(torch.maximum, lanes)
+    if mode == "sign":  # Most blocks have a 0, and there is no distance to take then.
+        # What has no place in an int32 may have become less than that.
+        are_within, lowest = are_within & (least >= 0), torch.zeros(x.shape[0], device=x.device)
+    else:
+        lowest = least.to(torch.float32).amin(1)
+    highest = torch.where(are_within, most.to(torch.float32), _OUT_OF_RANGE).amax(1)
     return lowest, highest, *_nibble_words(lanes, PLANES)
 
 
@@ -133,6 +138,7 @@ def widths_of(heads: torch.Tensor) -> torch.Tensor:
 
 
 def store_blocks(
+    mode: Mode,
     used: torch.Tensor,
     pool: torch.Tensor,
     lowest: torch.Tensor,
@@ -142,6 +148,7 @@ def store_blocks(
     """Write the planes of blocks to their rows; what finds no room goes to the last one.
 
     Args:
+        mode: How the blocks were rounded.
         used: int32 `[]`, how many rows the blocks before take.
         pool: int8 `[rows + 1, ROW]`, written.
         lowest: float32 `[n]`, what `round_blocks` returned, like what follows.
@@ -153,13 +160,13 @@ def store_blocks(
     """
     heads = heads_of(lowest, highest)
     ends = used + widths_of(heads).cumsum(0, dtype=torch.int32)
-    distances = torch.stack(_less(words, (heads >> 4)[:, None]), 1)[:, :, None]
-    bit = torch.arange(NIBBLE, dtype=torch.int32, device=pool.device)[:, None]
-    planes = _gathered(distances >> bit).to(torch.int8)
-    plane = torch.arange(PLANES, dtype=torch.int32, device=pool.device)
-    plane = plane.view(-1, NIBBLE)
-    rows = _rows_of(heads[:, None, None], ends[:, None, None], pool, plane)
-    pool.index_put_((rows,), planes)
+    if mode != "sign":
+        words = torch.stack(_less(words, (heads >> 4)[:, None])).unbind()
+    bit = torch.arange(NIBBLE, dtype=torch.int32, device=pool.device)
+    for index, word in enumerate(words):
+        planes = _gathered(word[:, None] >> bit[:, None]).to(torch.int8)
+        rows = _rows_of(heads[:, None], ends[:, None], pool, bit + NIBBLE * index)
+        pool.index_put_((rows,), planes)
     return heads, ends[-1]
 
 

@@ -168,10 +168,14 @@ def _compile(dtype: torch.dtype, mode: Mode, device: torch.device) -> Kernels:
     pool = torch.zeros((2 * _EXAMPLE_BLOCKS, ROW), dtype=torch.int8, device=device)
     round_, store, load = EAGER[:3]
     rounded = round_(x, zero, scale, mode)
-    heads, _ = store(zero, pool, *rounded)
+    heads, _ = store(mode, zero, pool, *rounded)
     return Kernels(
         _compiled_one(lambda *args: round_(*args, mode), (x, zero, scale), (n, None, None)),
-        _compiled_one(store, (zero, pool, *rounded), (None, rows, *len(rounded) * (n,))),
+        _compiled_one(
+            lambda *args: store(mode, *args),
+            (zero, pool, *rounded),
+            (None, rows, *len(rounded) * (n,)),
+        ),
         _compiled_one(
             lambda *args: load(*args, dtype, mode),
             (heads, zero, zero.clone(), pool, scale),  # One tensor given twice is one input.
@@ -232,8 +236,8 @@ def _compiled_one(
     )
 
     def call(*args: Any) -> Any:
-        # What was not a tensor is part of the kernel.
-        results = compiled(*args[: len(example)])
+        # What is no tensor is part of the kernel.
+        results = compiled(*(arg for arg in args if isinstance(arg, torch.Tensor)))
         return results[0] if len(results) == 1 else results
 
     return call

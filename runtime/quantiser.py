@@ -122,7 +122,7 @@ def quantise(x: torch.Tensor, bound: torch.Tensor, form: PackedForm) -> torch.Te
             blocks = _compacted(blocks, scale, form.mode, mask)
         kernels = kernels_for(len(blocks), x.dtype, form.mode, x.device)
         rounded = kernels.round(blocks, _scalar(start, x), scale, form.mode)
-        heads, used = kernels.store(used, packed.pool, *rounded)
+        heads, used = kernels.store(form.mode, used, packed.pool, *rounded)
         packed.heads[start : start + len(blocks)] = heads
         misfits = _store_exact(packed, blocks, start, misfits, form.mode)
     packed.needs[0], packed.needs[1] = used, misfits

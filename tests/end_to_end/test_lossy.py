@@ -120,6 +120,22 @@ def test_every_kind_of_activation_is_rounded_in_its_way() -> None:
     assert all(codec.bound is not None and not codec.is_exact for codec in packed)
 
 
+def test_with_no_error_allowed_zeros_are_left_out() -> None:
+    model = small_model()
+    module = refreshed(lossy(copy.deepcopy(model), error_budget=0))
+    rounded = module.compression.error_bounds
+    assert {(given.bound, given.form.is_sparse, given.form.mode) for given in rounded} == {
+        (0.0, True, "sign")
+    }
+    nbytes = {tensor.name: tensor.nbytes for tensor in module.plan.graph.saved}
+    for name, codec in module.plan.rounded:
+        assert 0.5 < codec.packed_bytes / nbytes[name] < 0.8
+    _, exact = step(model)
+    _, gradients = step(module)
+    assert all(torch.equal(gradients[name], exact[name]) for name in exact)
+    assert not any(module.overflow_counts.values())
+
+
 def test_what_finds_no_room_is_kept_and_counted() -> None:
     model = small_model()
     module = refreshed(lossy(copy.deepcopy(model)))
@@ -248,7 +264,7 @@ def test_rounded_activations_can_be_moved_too() -> None:
     ("options", "fault"),
     (
         ({"error_budget": 1.5}, "error_budget=1.5"),
-        ({"error_budget": 0.0}, "error_budget=0.0"),
+        ({"error_budget": -0.1}, "error_budget=-0.1"),
         ({"error_policy": "sz"}, "policy='sz'"),
         ({"warmup_steps": 0}, "warmup_steps=0"),
         ({"refresh_steps": 0}, "refresh_steps=0"),

@@ -212,9 +212,12 @@ def test_dithered_errors_of_equal_elements_differ() -> None:
     assert abs(float(error.mean())) < 0.05 and abs(float(error.std()) - 3**-0.5) < 0.02
 
 
-def test_numbers_of_steps_too_large_to_store_do_not_fit() -> None:
+@pytest.mark.parametrize("mode", ("zero", "sign", "dither"))
+def test_numbers_of_steps_too_large_to_store_do_not_fit(mode: Mode) -> None:
     x = torch.full((BLOCK,), 1e12, dtype=torch.float64)
-    assert form_of(x, 0.125).exact_blocks == 1
+    assert form_of(x, 0.125, mode).exact_blocks == 1
+    x[1:] = 1.0
+    assert form_of(x, 0.125, mode).exact_blocks == 1
 
 
 @pytest.mark.parametrize("mode", ("zero", "sign", "dither"))
@@ -238,7 +241,7 @@ def test_sections_are_compacted_apart() -> None:
     x[:: 3 * BLOCK + 1] = 1.0
     x[[7, SECTION * BLOCK, -1]] = torch.tensor((math.nan, 1e9, math.inf))
     # Only the last block of each section has zeros beside its ones.
-    form = form_of(x, 0.01, "sign", is_sparse=True)
+    form = form_of(x, 0.01, is_sparse=True)
     assert form.exact_blocks == 3 and form.rows == 3 * 6
     y = round_trip(x, 0.01, form)
     assert y[7].isnan() and y[SECTION * BLOCK] == 1e9 and y[-1] == math.inf
