@@ -17,7 +17,7 @@ from backhaul.options import (
     Bytes,
     SampleInput,
     arguments_of,
-    check_lossless,
+    check_bounds_are_known,
     compression_of,
     request_of,
 )
@@ -44,6 +44,7 @@ def optimize(
     error_policy: Policy = "bytes",
     warmup_steps: int = 100,
     refresh_steps: int = 1000,
+    activation_dtype: torch.dtype | None = None,
     actions: Collection[str] = ("compress", "offload", "recompute"),
     held_bytes: int = 0,
     planner: str | Planner = "frontier",
@@ -76,6 +77,10 @@ def optimize(
             rule of COMET (Jin et al. 2021).
         warmup_steps: Exact steps before the first refresh.
         refresh_steps: Steps between refreshes.
+        activation_dtype: With errors allowed, what activations may be cast to instead of being
+            rounded within bounds that follow training: bfloat16, float16 or float8_e5m2, with
+            relative errors of 2**-8, 2**-11 and 2**-3 (see `runtime.casts`).  The first step
+            has them already, and nothing is watched.
         actions: What may be done with saved activations.
         held_bytes: Bytes that lie on the device all along and are no argument of the model, as
             an optimizer's state; a `memory_budget` includes them.
@@ -93,9 +98,18 @@ def optimize(
         TransferError: The host tier cannot be used.
         ValueError: An option has no meaning.
     """
-    compression = compression_of(lossless, error_budget, error_policy, warmup_steps, refresh_steps)
+    compression = compression_of(
+        lossless, error_budget, error_policy, warmup_steps, refresh_steps, activation_dtype
+    )
     request = request_of(
-        memory_budget, activation_budget, max_slowdown, planner, actions, held_bytes
+        memory_budget,
+        activation_budget,
+        max_slowdown,
+        planner,
+        actions,
+        held_bytes,
+        lossless,
+        activation_dtype,
     )
     found = _link(model, link, spill_folder)
     return _prepared(model, sample_input, request, found, compression)
@@ -110,6 +124,7 @@ def plan(
     activation_budget: Bytes = None,
     max_slowdown: float | None = None,
     lossless: bool = True,
+    activation_dtype: torch.dtype | None = None,
     actions: Collection[str] = ("compress", "offload", "recompute"),
     held_bytes: int = 0,
     planner: str | Planner = "frontier",
@@ -130,7 +145,8 @@ def plan(
         memory_budget: As for `optimize`; for other hardware None means all of its memory.
         activation_budget: As for `optimize`.
         max_slowdown: As for `optimize`.
-        lossless: As for `optimize`.
+        lossless: As for `optimize`; errors can be planned beforehand with an `activation_dtype`.
+        activation_dtype: As for `optimize`.
         actions: As for `optimize`.
         held_bytes: As for `optimize`.
         planner: As for `optimize`.
@@ -141,9 +157,16 @@ def plan(
         PlanError: There is no such hardware, or it cannot compute in the model's dtype.
         As `optimize`.
     """
-    check_lossless(lossless)
+    check_bounds_are_known(lossless, activation_dtype)
     request = request_of(
-        memory_budget, activation_budget, max_slowdown, planner, actions, held_bytes
+        memory_budget,
+        activation_budget,
+        max_slowdown,
+        planner,
+        actions,
+        held_bytes,
+        lossless,
+        activation_dtype,
     )
     if hardware is not None:
         request = dataclasses.replace(request, hardware=load_hardware(hardware))

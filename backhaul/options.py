@@ -11,6 +11,7 @@ import torch
 from backhaul.compression import DEFAULT_ERROR_BUDGET, AdaptiveCompression, Policy
 from backhaul.errors import CaptureError
 from backhaul.passes.pipeline import Request
+from backhaul.runtime.casts import CAST_DTYPES
 from backhaul.scheduler.planner import PLANNERS, Planner, planner_of
 from backhaul.scheduler.ways import ALL_WAYS, Way
 
@@ -19,7 +20,7 @@ __all__ = [
     "Bytes",
     "SampleInput",
     "arguments_of",
-    "check_lossless",
+    "check_bounds_are_known",
     "compression_of",
     "request_of",
 ]
@@ -54,12 +55,12 @@ def arguments_of(sample_input: SampleInput) -> tuple[tuple[Any, ...], dict[str, 
     )
 
 
-def check_lossless(lossless: bool) -> None:
+def check_bounds_are_known(lossless: bool, activation_dtype: torch.dtype | None) -> None:
     """Refuse to plan with errors that only training can bound."""
-    if not lossless:
+    if not lossless and activation_dtype is None:
         raise ValueError(
             "lossless=False: error bounds come from training; call optimize, and read the plan "
-            "after its first refresh"
+            "after its first refresh, or give an activation_dtype"
         )
 
 
@@ -69,6 +70,7 @@ def compression_of(
     error_policy: Policy,
     warmup_steps: int,
     refresh_steps: int,
+    activation_dtype: torch.dtype | None,
 ) -> AdaptiveCompression | None:
     """Read the options of `optimize` that allow errors.
 
@@ -80,6 +82,13 @@ def compression_of(
             raise ValueError(
                 f"error_budget={error_budget!r}: a lossless module makes no errors; give "
                 "lossless=False, too"
+            )
+        return None
+    if activation_dtype is not None:
+        if error_budget is not None:
+            raise ValueError(
+                f"error_budget={error_budget!r} and activation_dtype={activation_dtype} are "
+                "different ways to round: give one of them"
             )
         return None
     return AdaptiveCompression(
@@ -97,6 +106,8 @@ def request_of(
     planner: str | Planner,
     actions: Collection[str] = tuple(ACTIONS),
     held_bytes: int = 0,
+    lossless: bool = True,
+    activation_dtype: torch.dtype | None = None,
 ) -> Request:
     """Read the options of `optimize`.
 
@@ -136,10 +147,28 @@ def request_of(
             f"planner={planner!r}: give one of {', '.join(PLANNERS)}, or a function of graph, "
             "machine and budget"
         )
+    if activation_dtype is not None:
+        _check_cast(activation_dtype, lossless)
     kind, value, is_fraction = _question(memory_budget, activation_budget, max_slowdown)
     return Request(
-        kind=kind, value=value, is_fraction=is_fraction, planner=planner, held_bytes=held_bytes
+        kind=kind,
+        value=value,
+        is_fraction=is_fraction,
+        planner=planner,
+        held_bytes=held_bytes,
+        cast_dtype=activation_dtype,
     )
+
+
+def _check_cast(dtype: torch.dtype, lossless: bool) -> None:
+    if dtype not in CAST_DTYPES:
+        raise ValueError(
+            f"activation_dtype={dtype!r}: give one of {', '.join(map(str, CAST_DTYPES))}"
+        )
+    if lossless:
+        raise ValueError(
+            f"activation_dtype={dtype}: a lossless module makes no errors; give lossless=False, too"
+        )
 
 
 def _question(

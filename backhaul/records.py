@@ -57,24 +57,26 @@ class CodecRecord:
     """A codec that fits one saved tensor.
 
     Attributes:
-        name: `bits`, `pool_offsets` or `narrow`, see `runtime.codecs`; or `quantise`, which rounds,
-            see `runtime.quantiser`.
+        name: `bits`, `pool_offsets` or `narrow`, see `runtime.codecs`; or `quantise` or `cast`,
+            which round, see `runtime.quantiser` and `runtime.casts`.
         arguments: The codec's own integers and names, as the rewritten graph passes them.
         packed_bytes: Size of the packed form; static, known before anything runs.
         encode_key: `OpCost.key` of the packing op.
         decode_key: `OpCost.key` of the unpacking op.
         is_exact: Whether the very values come back, so that a recipe may read them; otherwise
             they serve the backward alone, as signs do.
-        bound: Largest absolute error of an element; None for a codec that loses nothing.
+        bound: Largest absolute error of an element, if it is quantised.
+        relative_bound: Largest relative error of an element, if it is cast.
     """
 
-    name: Literal["bits", "pool_offsets", "narrow", "quantise"]
+    name: Literal["bits", "pool_offsets", "narrow", "quantise", "cast"]
     arguments: tuple[str | bool | int | tuple[int, ...], ...]
     packed_bytes: int
     encode_key: str
     decode_key: str
     is_exact: bool = False
     bound: float | None = None
+    relative_bound: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +436,7 @@ class Plan:
 
     @property
     def rounded(self) -> tuple[tuple[str, CodecRecord], ...]:
-        """List the tensors that are rounded, with their codecs; each has a dial in this order."""
+        """List the tensors that are quantised, with their codecs; each has a dial in this order."""
         return tuple(
             (decision.tensor, codec)
             for decision in self.decisions

@@ -14,6 +14,7 @@ If the user allows errors, a tensor that weights' gradients are computed from, a
 is but signs, may be rounded to a bound:
 
     quantise                           steps of twice the bound; a ReLU output keeps its signs
+    cast                               a smaller dtype; what is positive stays positive
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import fx
 from backhaul.passes.linear_reads import LinearRead
 from backhaul.passes.op_calls import arguments_of, codec_call, spec_of
 from backhaul.records import CodecRecord, ErrorBound
-from backhaul.runtime import codecs, quantiser
+from backhaul.runtime import casts, codecs, quantiser
 from backhaul.runtime.dense import is_dense
 from backhaul.runtime.measure_ops import OpCall, TensorSpec
 
@@ -52,19 +53,25 @@ INDEX_ALONG_DIM: dict[Any, tuple[int, int | None]] = {
 
 
 def codec_for(
-    base: fx.Node, readers: Readers, error_bound: ErrorBound | None = None
+    base: fx.Node,
+    readers: Readers,
+    error_bound: ErrorBound | None = None,
+    cast_dtype: torch.dtype | None = None,
 ) -> CodecCalls | None:
     """Return the codec for one saved storage with the calls that pack and unpack it.
 
     Args:
         base: The forward node that the storage is named after.
         readers: Each backward node that reads the storage, with the view it reads.
-        error_bound: How it may be rounded, if `can_be_rounded`; None to lose nothing.
+        error_bound: How it may be rounded, if `can_be_rounded`.
+        cast_dtype: What it may be cast to, if `can_be_rounded`.
     """
     value = base.meta["val"]
     if not _fills_its_storage(value):
         return None
     found = _rounded(base, readers, error_bound) if error_bound else None
+    if cast_dtype and casts.can_cast(value.dtype, cast_dtype):
+        found = _cast(base, cast_dtype)
     for offered in (_mask, _sign, _pool_offsets, _narrow):
         found = found or offered(base, readers)
     if found is None or found[0].packed_bytes >= value.untyped_storage().nbytes():
@@ -121,6 +128,21 @@ def _rounded(base: fx.Node, readers: Readers, given: ErrorBound) -> CodecCalls:
             *form,
         ),
         bound=given.bound,
+    )
+
+
+def _cast(base: fx.Node, to: torch.dtype) -> CodecCalls:
+    value = base.meta["val"]
+    size, stride = list(value.size()), list(value.stride())
+    to_name = str(to).removeprefix("torch.")
+    return _record(
+        "cast",
+        (tuple(size), tuple(stride), _dtype_name(value), to_name),
+        base,
+        packed=((casts.cast_down_nbytes(value.numel(), to),), torch.uint8),
+        pack=(torch.ops.backhaul.cast_down.default, to),
+        unpack=(torch.ops.backhaul.cast_up.default, size, stride, value.dtype, to),
+        relative_bound=casts.CAST_DTYPES[to],
     )
 
 
@@ -224,6 +246,7 @@ def _record(
     pack: tuple[Any, ...],
     unpack: tuple[Any, ...],
     bound: float | None = None,
+    relative_bound: float | None = None,
 ) -> CodecCalls:
     value = base.meta["val"]
     packed_size, packed_dtype = packed
@@ -242,8 +265,9 @@ def _record(
         packed_bytes=math.prod(packed_size) * packed_dtype.itemsize,
         encode_key=encode.key,
         decode_key=decode.key,
-        is_exact=bound is None and (name != "bits" or value.dtype is torch.bool),
+        is_exact=name in ("pool_offsets", "narrow") or value.dtype is torch.bool,
         bound=bound,
+        relative_bound=relative_bound,
     )
     return record, encode, decode
 

@@ -95,7 +95,10 @@ class Roundable:
 
 
 def describe(
-    step: StepGraphs, held_bytes: int = 0, error_bounds: Iterable[ErrorBound] | None = None
+    step: StepGraphs,
+    held_bytes: int = 0,
+    error_bounds: Iterable[ErrorBound] | None = None,
+    cast_dtype: torch.dtype | None = None,
 ) -> Description:
     """Describe the step that keeps everything.
 
@@ -104,8 +107,9 @@ def describe(
         held_bytes: What the caller holds on the device besides the step's inputs.
         error_bounds: How tensors may be rounded; those that cannot be are left exact.  None if
             no error is allowed, and it is of no interest what could be.
+        cast_dtype: What tensors that may be rounded may be cast to instead.
     """
-    survey = _Survey(step, error_bounds)
+    survey = _Survey(step, error_bounds, cast_dtype)
     calls = [call_of(node, survey.storages_of(node)) for node in survey.ops]
     tensors, codec_calls = survey.tensors()
     record = GraphRecord(
@@ -195,10 +199,18 @@ def view_chain(view: fx.Node, base: fx.Node, storages: Storages, key: int) -> li
 class _Survey:
     """Positions and holders of everything in the two graphs."""
 
-    def __init__(self, step: StepGraphs, error_bounds: Iterable[ErrorBound] | None) -> None:
+    def __init__(
+        self,
+        step: StepGraphs,
+        error_bounds: Iterable[ErrorBound] | None,
+        cast_dtype: torch.dtype | None,
+    ) -> None:
         self._step = step
         self._error_bounds = {given.tensor: given for given in error_bounds or ()}
-        self._reads = {} if error_bounds is None else linear_reads_of(step)
+        self._cast_dtype = cast_dtype
+        self._is_watched = error_bounds is not None
+        is_lossless = not self._is_watched and cast_dtype is None
+        self._reads = {} if is_lossless else linear_reads_of(step)
         self._forward = Storages.of(step.forward)
         self._backward = Storages.of(step.backward)
         self.ops = step.ops()
@@ -238,7 +250,7 @@ class _Survey:
     def roundable(self) -> tuple[Roundable, ...]:
         """See `Description.roundable`."""
         found: list[Roundable] = []
-        for key in self._forward.holders if self._reads else ():
+        for key in self._forward.holders if self._is_watched else ():
             base = self._forward.base(key)
             readers = self._readings(key)
             if self._role(key) != "saved" or self._pinned_because(base, key, "saved", True):
@@ -337,10 +349,10 @@ class _Survey:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return None, ()
         readers = self._readings(key)
-        given = self._error_bounds.get(base.name)
-        if given is not None and not can_be_rounded(base, readers, self._reads):
-            given = None
-        found = codec_for(base, readers, given)
+        given = self._error_bounds.get(base.name), self._cast_dtype
+        if any(given) and not can_be_rounded(base, readers, self._reads):
+            given = None, None
+        found = codec_for(base, readers, *given)
         return (None, ()) if found is None else (found[0], found[1:])
 
     def _readings(self, key: int) -> Readers:

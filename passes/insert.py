@@ -345,6 +345,8 @@ def _packing(codec: CodecRecord, source: fx.Node) -> tuple[Any, tuple[Any, ...]]
             return ops.pack_pool_offsets.default, (source, *map(_integers, window))
         case "narrow":
             return ops.narrow_integers.default, (source, _dtype(codec.arguments[3]))
+        case "cast":
+            return ops.cast_down.default, (source, _dtype(codec.arguments[3]))
         case "quantise":
             raise InternalError("a tensor that is rounded has a dial")
 
@@ -361,6 +363,9 @@ def _unpacking(codec: CodecRecord, packed: fx.Node) -> tuple[Any, tuple[Any, ...
         case "narrow":
             args = (packed, _integers(size), _integers(stride), _dtype(rest[0]))
             return ops.widen_integers.default, args
+        case "cast":
+            dtypes = map(_dtype, rest)
+            return ops.cast_up.default, (packed, _integers(size), _integers(stride), *dtypes)
         case "quantise":
             raise InternalError("a tensor that is rounded has a dial")
 

@@ -64,6 +64,7 @@ class Request:
         plan: A plan to apply instead of planning, to the graph that it was made for.
         known: Plans to take for the graphs that they were made for, as from an earlier process.
         error_bounds: How tensors may be rounded.
+        cast_dtype: What tensors may be cast to.
     """
 
     kind: str
@@ -75,6 +76,7 @@ class Request:
     plan: Plan | None = None
     known: tuple[Plan, ...] = ()
     error_bounds: tuple[ErrorBound, ...] = ()
+    cast_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +108,10 @@ def describe_step(work: Work) -> Work:
     """Describe the captured step."""
     request = work.request
     error_bounds = request.error_bounds if work.observer else None
-    return replace(work, description=describe(work.step, request.held_bytes, error_bounds))
+    return replace(
+        work,
+        description=describe(work.step, request.held_bytes, error_bounds, request.cast_dtype),
+    )
 
 
 def measure_machine(work: Work) -> Work:

@@ -27,7 +27,7 @@ __all__ = ["CHECKS", "verify"]
 backhaul = torch.ops.backhaul
 OFFLOAD, OFFLOAD_WAIT = backhaul.offload.default, backhaul.offload_wait.default
 RELOAD, RELOAD_WAIT = backhaul.reload.default, backhaul.reload_wait.default
-UNPACK_BITS = backhaul.unpack_bits.default
+UNPACK_BITS, CAST_UP = backhaul.unpack_bits.default, backhaul.cast_up.default
 QUANTISE, DEQUANTISE = backhaul.quantise.default, backhaul.dequantise.default
 OBSERVE = backhaul.observe.default
 MM = torch.ops.aten.mm.default
@@ -234,7 +234,7 @@ def recipes_read_exact_values(step: StepGraphs) -> None:
         for source in node.all_input_nodes:
             if source.target is UNPACK_BITS and source.meta["val"].dtype is not torch.bool:
                 _fail("recipes_read_exact_values", node, f"{source} holds only signs")
-            if source.target is DEQUANTISE:
+            if source.target in (DEQUANTISE, CAST_UP):
                 _fail("recipes_read_exact_values", node, f"{source} was rounded")
 
 
@@ -268,8 +268,8 @@ def each_rounded_tensor_comes_back_as_it_left(step: StepGraphs) -> None:
 
 def rounded_values_reach_weights_alone(step: StepGraphs) -> None:
     """What was rounded is read for weights' gradients, and where signs are exact for those."""
-    for node in _find(step.backward, DEQUANTISE):
-        has_signs = arguments_of(node)["mode"] == "sign"
+    for node in (*_find(step.backward, DEQUANTISE), *_find(step.backward, CAST_UP)):
+        has_signs = node.target is CAST_UP or arguments_of(node)["mode"] == "sign"
         for reader, view in _readers(node):
             is_sign = has_signs and reads_sign(reader, view)
             if not (is_sign or reader.target in (OBSERVE, MM) or _reads_for_weight(reader, view)):

@@ -14,7 +14,7 @@ import torch
 from torch.library import Library
 
 from backhaul.records import PackedForm
-from backhaul.runtime import codecs, quantiser
+from backhaul.runtime import casts, codecs, quantiser
 
 __all__ = ["FORM_SCHEMA"]
 
@@ -83,6 +83,17 @@ _CODEC_OPS: tuple[tuple[str, Callable[..., torch.Tensor], Callable[..., torch.Te
         "widen_integers(Tensor packed, SymInt[] size, SymInt[] stride, ScalarType dtype) -> Tensor",
         codecs.widen,
         codecs.fake_widen,
+    ),
+    (
+        "cast_down(Tensor x, ScalarType dtype) -> Tensor",
+        casts.cast_down,
+        casts.fake_cast_down,
+    ),
+    (
+        "cast_up(Tensor packed, SymInt[] size, SymInt[] stride, ScalarType dtype, "
+        "ScalarType stored_dtype) -> Tensor",
+        casts.cast_up,
+        casts.fake_cast_up,
     ),
     (
         "quantise_tensor(Tensor x, Tensor bound, " + FORM_SCHEMA + ") -> Tensor",
