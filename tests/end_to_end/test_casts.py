@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import backhaul
+from backhaul.errors import VerifyError
+from backhaul.passes.step_graphs import StepGraphs
+from backhaul.passes.verify import verify
 from backhaul.records import Plan
 from backhaul.runtime.casts import CAST_DTYPES
 
@@ -77,6 +80,21 @@ def test_what_is_half_precision_already_is_not_cast_to_half() -> None:
         half, X.bfloat16(), planner="compress_all", lossless=False, activation_dtype=torch.float16
     )
     assert "name='cast'" not in str(plan)
+
+
+def test_a_step_that_reads_a_cast_value_elsewhere_is_refused() -> None:
+    module = backhaul.optimize(
+        model(), X, planner="compress_all", lossless=False, activation_dtype=torch.bfloat16
+    )
+    step: StepGraphs = module._capture.works[0].step
+    verify(step)
+    graph = step.backward.graph
+    source = graph.find_nodes(op="call_function", target=torch.ops.backhaul.cast_up.default)[0]
+    with graph.inserting_after(source):
+        reader = graph.call_function(torch.ops.aten.sigmoid.default, (source,))
+    reader.meta["val"] = source.meta["val"]
+    with pytest.raises(VerifyError, match="rounded_values_reach_weights_alone"):
+        verify(step)
 
 
 @pytest.mark.parametrize(
