@@ -76,6 +76,7 @@ __all__ = [
 # What kernels hold beside their input and output, for each element.
 _EAGER_TEMPORARY_BYTES = 24.0
 _COMPILED_TEMPORARY_BYTES = 1.55
+_SPARSE_TEMPORARY_BYTES = 8.0
 # The threads of a CPU meet at the end of each kernel, so that small pieces are dear.
 _COMPILED_PIECE_BYTES = {"cpu": 4 << 20}
 
@@ -300,15 +301,15 @@ def _places(
 
     The runs of a dense form are of about the same length, those of a sparse one whole sections.
     """
-    whole = numel // BLOCK
-    most = _blocks_at_once(device)
+    whole, nbytes, each = numel // BLOCK, temporary_bytes(device), _EAGER_TEMPORARY_BYTES
     if kernels_for(whole, dtype, mode, device).is_compiled:
-        nbytes = _COMPILED_PIECE_BYTES.get(device.type, temporary_bytes(device))
-        most = int(nbytes / (BLOCK * _COMPILED_TEMPORARY_BYTES))
+        nbytes = _COMPILED_PIECE_BYTES.get(device.type, nbytes)
+        each = _COMPILED_TEMPORARY_BYTES
     if is_sparse:
-        length = 1 if device.type == "cpu" else max(most // SECTION, 1)
-        length *= SECTION
+        most = int(nbytes / (BLOCK * (each + _SPARSE_TEMPORARY_BYTES)))
+        length = max(most // SECTION, 1) * SECTION
     else:
+        most = max(1, int(nbytes / (BLOCK * each)))
         length = -(-whole // -(-whole // most)) if whole else 1
     for start in range(0, whole, length):
         yield slice(start, min(start + length, whole))
