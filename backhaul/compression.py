@@ -40,6 +40,8 @@ WATCHED_STEPS = 8
 SIZED_STEPS = 4
 LOOKS = 10
 MOVE = 2.0
+LARGEST_BOUND = 1 / 8
+"""Largest bound of what is not dithered, as a share of the root mean square of its elements."""
 DENSE = 0.9
 """Share of elements that are not zero from which on zeros are no matter."""
 
@@ -119,7 +121,11 @@ class AdaptiveCompression:
 
     def learn(self, roundable: Iterable[Roundable]) -> None:
         """Take note of what may be rounded in a graph that was captured."""
-        self._roundable |= {each.tensor: each for each in roundable}
+        for each in roundable:
+            known = self._roundable.get(each.tensor)
+            # Of several shapes, room is given to the largest.
+            if known is None or known.numel <= each.numel:
+                self._roundable[each.tensor] = each
 
     def begin_step(self, overflow_count: int) -> Change:
         """Begin a training step; say whether bounds or the plan must change before it runs.
@@ -159,11 +165,12 @@ class AdaptiveCompression:
         Raises:
             KeyError: It is no such state.
         """
-        self._step = state["step"]
-        self._refreshed_at = state["refreshed_at"]
-        self._look_at = state["look_at"]
-        self.error_bounds = tuple(_bound_of(given) for given in state["error_bounds"])
-        self.history = [Refresh(**refresh) for refresh in state["history"]]
+        error_bounds = tuple(_bound_of(given) for given in state["error_bounds"])
+        history = [Refresh(**refresh) for refresh in state["history"]]
+        self._step, self._refreshed_at, self._look_at = (
+            state[name] for name in ("step", "refreshed_at", "look_at")
+        )
+        self.error_bounds, self.history = error_bounds, history
         self._pending = None
         self._is_loaded = True
         self.observer.forget()
@@ -271,7 +278,11 @@ class AdaptiveCompression:
         if not self.error_budget:
             return dict.fromkeys(sums, 0.0)
         if self.policy == "bytes":
-            bounds = bounds_of(layers, self.error_budget * reference)
+            bounds = {
+                name: min(bound, self._largest_bound(name, sums[name]))
+                for name, bound in bounds_of(layers, self.error_budget * reference).items()
+                if bound < math.inf
+            }
         else:
             gradient = math.sqrt(sum(s.squared_norm for reads in sums.values() for s in reads))
             scale = reference / gradient if gradient else 0.0
@@ -289,6 +300,12 @@ class AdaptiveCompression:
                 for name, reads in sums.items()
             }
         return {name: bound for name, bound in bounds.items() if 0 < bound < math.inf}
+
+    def _largest_bound(self, name: str, sums: Iterable[ReadSums]) -> float:
+        """Return the bound up to which errors are as good as independent of the activation."""
+        if self._mode(name, sums) == "dither":
+            return math.inf
+        return LARGEST_BOUND * math.sqrt(min(each.nonzero_square for each in sums))
 
     def _have_moved(self, bounds: Mapping[str, float]) -> bool:
         """Say whether a bound is now far from the one that is in force."""

@@ -207,14 +207,17 @@ class OptimizedModule(nn.Module):
         if compression is None:
             return
         change = compression.begin_step(sum(self.overflow_counts.values()))
+        if not change:
+            return
+        own["_request"] = dataclasses.replace(
+            own["_request"], error_bounds=compression.error_bounds
+        )
         if change == "turn":
             bound_by_tensor = {given.tensor: given.bound for given in compression.error_bounds}
             for dials in self._dials():
                 dials.turn([bound_by_tensor[name] for name in dials.names])
-        elif change == "plan":
-            own["_request"] = dataclasses.replace(
-                own["_request"], plan=None, known=(), error_bounds=compression.error_bounds
-            )
+        else:
+            own["_request"] = dataclasses.replace(own["_request"], plan=None, known=())
             own["_capture"] = Capture(self._rewrite)
 
     def _dials(self) -> list[Dials]:

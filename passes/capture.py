@@ -32,6 +32,7 @@ from backhaul.passes.torch_compat import (
     default_partition,
     describe_replayed_random_ops,
     make_backend,
+    parameter_gradients,
     tracing_settings,
 )
 from backhaul.passes.unused_gradients import UnusedGradients
@@ -130,8 +131,14 @@ class _CapturedGraph:
     def __init__(self, graphs: _Graphs) -> None:
         self._graphs = graphs
         self._unused: UnusedGradients | None = None
+        self._parameters: set[int] = set()
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Any:
+        self._parameters = {
+            index
+            for index, value in enumerate(example_inputs)
+            if isinstance(value, torch.nn.Parameter)
+        }
         backend = make_backend(self._partition, self._forward, self._backward, self._forward)
         with tracing_settings():
             compiled = backend(gm, example_inputs)
@@ -149,7 +156,8 @@ class _CapturedGraph:
         self, joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         forward, backward = default_partition(joint, joint_inputs, **kwargs)
-        step = StepGraphs(forward, backward, kwargs["num_fwd_outputs"])
+        results = parameter_gradients(backward, self._parameters)
+        step = StepGraphs(forward, backward, kwargs["num_fwd_outputs"], results)
         save_mutated_inputs_as_copies(step)
         describe_replayed_random_ops(forward, dict(zip(step.saved, step.received, strict=True)))
         _check_static(step)

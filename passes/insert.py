@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -81,7 +82,7 @@ class _Writer:
     """Copies of the two graphs, and where each moved tensor is at this point of the step."""
 
     def __init__(self, step: StepGraphs, plan: Plan, session_id: int, *, needs_token: bool) -> None:
-        self._step = StepGraphs(_copied(step.forward), _copied(step.backward), step.output_count)
+        self._step = replace(step, forward=_copied(step.forward), backward=_copied(step.backward))
         self._decision = {
             decision.tensor: decision
             for decision in plan.decisions

@@ -1,7 +1,7 @@
 """Find where the backward reads a saved activation to compute a weight's gradient, and no more.
 
 There an error of the activation makes an error of the gradient that can be foretold: the op is
-linear in the activation, and its result leaves the step.
+linear in the activation, and its result leaves the step as the gradient of a parameter.
 
     convolution_backward(g, x, w, ...)      reads x for the gradient of w alone
     mm(t(g), x), mm(t(x), g)                the weight's gradient of a linear layer
@@ -21,14 +21,14 @@ import torch
 from torch import fx
 
 from backhaul.passes.op_calls import arguments_of
-from backhaul.passes.step_graphs import StepGraphs, Storages, is_alias_op
+from backhaul.passes.step_graphs import StepGraphs, Storages, is_alias_op, results_of
 
 __all__ = ["LinearRead", "linear_reads_of"]
 
 aten = torch.ops.aten
 
-SUMS = {aten.add.Tensor, aten.sum.dim_IntList}
-"""What a weight's gradient may still pass through: several uses of one weight are added."""
+SUMS = {aten.add.Tensor, aten.sum.dim_IntList, aten._to_copy.default}
+"""What a weight's gradient may still pass through: sums of several uses, and autocast's casts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,11 @@ def linear_reads_of(step: StepGraphs) -> dict[fx.Node, LinearRead]:
     """Return what each op of a captured step's backward reads linearly, by the op."""
     storages = Storages.of(step.backward)
     saved = {key for node in step.received for key in storages.ids[node]}
+    weights = _weight_gradients(step)
     found = {}
     for node in step.backward.graph.nodes:
         read = _read_of(node, storages, saved)
-        if read is not None and _leaves(read[0], storages):
+        if read is not None and _leaves(read[0], storages, weights):
             found[node] = read[1]
     return found
 
@@ -122,11 +123,20 @@ def _product(
     return None
 
 
-def _leaves(result: fx.Node, storages: Storages) -> bool:
-    """Say whether a node reaches the step's results, and nothing else, and is only added to."""
+def _weight_gradients(step: StepGraphs) -> set[fx.Node]:
+    """Return the results of the backward that are gradients of parameters, and of nothing else."""
+    results = results_of(step.backward)
+    others = {node for i, node in enumerate(results) if i not in step.parameter_gradients}
+    return {results[i] for i in step.parameter_gradients} - others
+
+
+def _leaves(result: fx.Node, storages: Storages, weights: set[fx.Node]) -> bool:
+    """Say whether a node reaches gradients of parameters alone, and is only added to."""
     return bool(result.users) and all(
-        user.op == "output"
-        or ((user.target in SUMS or is_alias_op(user, storages)) and _leaves(user, storages))
+        result in weights
+        if user.op == "output"
+        else (user.target in SUMS or is_alias_op(user, storages))
+        and _leaves(user, storages, weights)
         for user in result.users
     )
 

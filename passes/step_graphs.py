@@ -32,11 +32,13 @@ class StepGraphs:
         forward: Returns its outputs, then the saved values.
         backward: Takes the saved values in the same order, then the tangents.
         output_count: How many of the forward's results are outputs.
+        parameter_gradients: Which results of the backward are gradients of parameters.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     output_count: int
+    parameter_gradients: frozenset[int] = frozenset()
 
     @property
     def outputs(self) -> list[fx.Node]:

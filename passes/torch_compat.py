@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,11 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import graph_compile
-from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+from torch._functorch._aot_autograd.descriptors import (
+    GradAOTOutput,
+    InputMutationAOTOutput,
+    PlainAOTInput,
+)
 from torch._functorch.partitioners import default_partition
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -41,6 +45,7 @@ __all__ = [
     "is_mutation_of",
     "make_backend",
     "op_of",
+    "parameter_gradients",
     "saved_tensor_hooks_are_on",
     "storage_id",
     "storage_nbytes",
@@ -239,6 +244,25 @@ def storage_id(value: torch.Tensor) -> int:
 def storage_nbytes(value: torch.Tensor) -> int:
     """Return the size of a tensor's storage; 0 for a sparse one, whose size is not known."""
     return int(value.untyped_storage().nbytes()) if value.layout is torch.strided else 0
+
+
+def parameter_gradients(
+    backward: torch.fx.GraphModule, parameters: Collection[int]
+) -> frozenset[int]:
+    """Say which results of a backward are gradients of parameters.
+
+    Args:
+        backward: As the partitioner made it.
+        parameters: Which arguments of the captured graph are parameters.
+    """
+    described = backward.graph.output_node().meta["desc"]
+    return frozenset(
+        index
+        for index, result in enumerate(described)
+        if isinstance(result, GradAOTOutput)
+        and isinstance(result.grad_of, PlainAOTInput)
+        and result.grad_of.idx in parameters
+    )
 
 
 def fake_mode_of(gm: torch.fx.GraphModule) -> FakeTensorMode:

@@ -311,7 +311,9 @@ def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
     for user in node.users:
         target = user.target
         returns = target._schema.returns if isinstance(target, torch._ops.OpOverload) else ()
-        if any(made.alias_info is not None for made in returns):
+        is_view = any(made.alias_info is not None for made in returns)
+        # Its schema does not say that it is one.
+        if is_view or target is torch.ops.aten._unsafe_view.default:
             yield from _readers(user)
         else:
             yield user, node

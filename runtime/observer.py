@@ -52,6 +52,7 @@ class ReadSums:
         spread: Squared noise of the weight's gradient, for errors of variance 1.
         squared_norm: Squared Euclidean norm of the weight's gradient.
         nonzero_fraction: Share of the activation that is not zero.
+        nonzero_square: Mean square of what is not zero.
         gradient_mean: Mean absolute gradient of the layer's output.
         weight_gradient_mean: Mean absolute gradient of the weight.
     """
@@ -59,6 +60,7 @@ class ReadSums:
     spread: float
     squared_norm: float
     nonzero_fraction: float
+    nonzero_square: float
     gradient_mean: float
     weight_gradient_mean: float
 
@@ -122,13 +124,16 @@ class Observer:
 
 
 def _sums_of(read: Read, gradient: Tensor, activation: Tensor, result: Tensor) -> Tensor:
-    nonzero = torch.count_nonzero(activation).float() / max(activation.numel(), 1)
+    count = torch.count_nonzero(activation).float()
+    nonzero = count / max(activation.numel(), 1)
+    square = _norm(activation).square() / count.clamp(min=1)
     heard = _heard_by_samples if read.taps else _heard_by_rows
     return torch.stack(
         (
             heard(read, gradient, activation),
             _norm(result).square(),
             nonzero,
+            square,
             _absolute_mean(gradient),
             _absolute_mean(result),
         )
@@ -164,8 +169,8 @@ def _by_group(x: Tensor, groups: int) -> Tensor:
 
 
 def _squares(x: Tensor, dim: int) -> Tensor:
-    norms: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=torch.float32)
-    return norms.square()
+    norms: Tensor = torch.linalg.vector_norm(x, dim=dim, dtype=_wide(x))
+    return norms.float().square()
 
 
 def _absolute_mean(x: Tensor) -> Tensor:
@@ -173,8 +178,12 @@ def _absolute_mean(x: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor, order: int = 2) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x, order, dtype=torch.float32)
-    return norm
+    norm: Tensor = torch.linalg.vector_norm(x, order, dtype=_wide(x))
+    return norm.float()
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _means(total: Tensor, count: int) -> ReadSums:
@@ -183,6 +192,7 @@ def _means(total: Tensor, count: int) -> ReadSums:
         spread=values[0],
         squared_norm=values[1],
         nonzero_fraction=values[2],
-        gradient_mean=values[3],
-        weight_gradient_mean=values[4],
+        nonzero_square=values[3],
+        gradient_mean=values[4],
+        weight_gradient_mean=values[5],
     )
