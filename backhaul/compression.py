@@ -385,7 +385,7 @@ def _check(error_budget: float, policy: str, warmup_steps: int, refresh_steps: i
         raise ValueError(f"error_budget={error_budget!r}: give a share below 1, as 0.01")
     if policy not in get_args(Policy):
         raise ValueError(f"policy={policy!r}: give one of {', '.join(get_args(Policy))}")
-    if not warmup_steps >= 1:
+    if not isinstance(warmup_steps, int) or warmup_steps < 1:
         raise ValueError(f"warmup_steps={warmup_steps!r}: at least one step must be watched")
-    if not refresh_steps >= 1:
+    if not isinstance(refresh_steps, int) or refresh_steps < 1:
         raise ValueError(f"refresh_steps={refresh_steps!r}: give 1 or more")

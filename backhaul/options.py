@@ -77,6 +77,12 @@ def compression_of(
     Raises:
         ValueError: One has no meaning, or errors are bounded but not allowed.
     """
+    compression = AdaptiveCompression(
+        DEFAULT_ERROR_BUDGET if error_budget is None else error_budget,
+        policy=error_policy,
+        warmup_steps=warmup_steps,
+        refresh_steps=refresh_steps,
+    )
     if lossless:
         if error_budget is not None:
             raise ValueError(
@@ -91,12 +97,7 @@ def compression_of(
                 "different ways to round: give one of them"
             )
         return None
-    return AdaptiveCompression(
-        DEFAULT_ERROR_BUDGET if error_budget is None else error_budget,
-        policy=error_policy,
-        warmup_steps=warmup_steps,
-        refresh_steps=refresh_steps,
-    )
+    return compression
 
 
 def request_of(

@@ -267,6 +267,8 @@ def test_rounded_activations_can_be_moved_too() -> None:
         ({"error_budget": -0.1}, "error_budget=-0.1"),
         ({"error_policy": "sz"}, "policy='sz'"),
         ({"warmup_steps": 0}, "warmup_steps=0"),
+        ({"warmup_steps": "3"}, "warmup_steps='3'"),
+        ({"lossless": True, "error_budget": None, "refresh_steps": 0}, "refresh_steps=0"),
         ({"refresh_steps": 0}, "refresh_steps=0"),
         ({"lossless": True}, "lossless module makes no errors"),
     ),
