@@ -194,7 +194,7 @@ def kernels_of(mode: Mode) -> dict[str, list[Kernel]]:
     ]
     put_in: list[Kernel] = [
         (block_kernels.count_blocks, (bits,), (n,)),
-        (block_kernels.expand_blocks, places, (n, n, length)),
+        (block_kernels.expand_blocks, (*places, x), (n, n, length, n)),
     ]
     return found | {"leave zeros out": leave_out, "put zeros in": put_in}
 

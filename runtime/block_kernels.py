@@ -270,10 +270,23 @@ def compact_blocks(
     return compact.new_zeros(())
 
 
-def expand_blocks(bits: torch.Tensor, starts: torch.Tensor, compact: torch.Tensor) -> torch.Tensor:
-    """Read what `compact_blocks` wrote, and zeros, `[n, LANES, ROW]`."""
+def expand_blocks(
+    bits: torch.Tensor, starts: torch.Tensor, compact: torch.Tensor, x: torch.Tensor
+) -> torch.Tensor:
+    """Read what `compact_blocks` wrote, and zeros.
+
+    Args:
+        bits: As given to `compact_blocks`.
+        starts: As given to it.
+        compact: What it wrote.
+        x: `[n, LANES, ROW]`, written.
+
+    Returns:
+        Nothing of value.
+    """
     place, is_there = _places_of(bits, starts)
-    return torch.where(is_there, compact[place.clamp(max=compact.shape[0] - 1)], 0.0)
+    x.copy_(torch.where(is_there, compact[place.clamp(max=compact.shape[0] - 1)], 0.0))
+    return x.new_zeros(())
 
 
 def _numbers(

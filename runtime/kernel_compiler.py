@@ -196,7 +196,7 @@ def _compile_sparse(dtype: torch.dtype, mode: Mode, device: torch.device) -> Spa
         _compiled_one(lambda *args: mask(*args, mode), (x, scale), (n, None)),
         _compiled_one(count, (bits,), (n,)),
         _compiled_one(compact, (x, *places), (n, n, n, length)),
-        _compiled_one(expand, places, (n, n, length)),
+        _compiled_one(expand, (*places, x), (n, n, length, n)),
     )
 
 

@@ -206,28 +206,20 @@ def dequantise(
             f"packed to as {form}"
         )
     parts = _Packed.of(packed, numel, form, dtype)
-    scale, used = scale_of(parts.bound, dtype, form.mode), parts.needs.new_zeros(())
-    how = scale, dtype, form.mode
+    used, is_whole = parts.needs.new_zeros(()), numel % BLOCK == 0
     kernels = kernels_for(len(parts.heads), dtype, form.mode, packed.device)
-    if kernels.is_compiled and numel % BLOCK == 0 and not form.is_sparse:
-        blocks, _ = kernels.load(parts.heads, _scalar(0, packed), used, parts.pool, *how)
-        _restore_exact(parts, blocks, 0)
+    if kernels.is_compiled and is_whole and not form.is_sparse:
+        blocks, _ = _loaded(parts, parts.heads, 0, used, dtype, form.mode)
         return blocks.as_strided(size, stride)
     x = fake_dequantise(packed, form, size, stride, dtype)
     flat = memory_ordered(x)
     for place in _places(numel, dtype, form.mode, form.is_sparse, packed.device):
-        mask, heads = parts.mask[place], parts.heads[place]
-        sparse = sparse_kernels_for(len(heads), dtype, form.mode, packed.device)
-        if form.is_sparse:
-            counts = sparse.counts(mask)
-            heads = heads[: _filled(counts)[1]]
-        kernels = kernels_for(len(heads), dtype, form.mode, packed.device)
-        blocks, used = kernels.load(heads, _scalar(place.start, packed), used, parts.pool, *how)
-        _restore_exact(parts, blocks, place.start)
-        if form.is_sparse:
-            blocks = sparse.expand(mask, starts_of(counts), blocks.view(-1))
         part = flat[place.start * BLOCK : place.stop * BLOCK]
-        part.copy_(blocks.view(-1)[: part.numel()])
+        if form.is_sparse:
+            used = _load_expanded(parts, place, used, part, form.mode)
+        else:
+            blocks, used = _loaded(parts, parts.heads[place], place.start, used, dtype, form.mode)
+            part.copy_(blocks.view(-1)[: part.numel()])
     return x
 
 
@@ -324,6 +316,39 @@ def _blocks_at_once(device: torch.device) -> int:
 def _scalar(value: int, like: torch.Tensor) -> torch.Tensor:
     """Return an integer as kernels take it."""
     return like.new_full((), value, dtype=torch.int32)
+
+
+def _loaded(
+    packed: _Packed,
+    heads: torch.Tensor,
+    start: int,
+    used: torch.Tensor,
+    dtype: torch.dtype,
+    mode: Mode,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the blocks from a place on, and how many rows those up to the last take."""
+    kernels = kernels_for(len(heads), dtype, mode, heads.device)
+    scale, first = scale_of(packed.bound, dtype, mode), _scalar(start, heads)
+    blocks, used = kernels.load(heads, first, used, packed.pool, scale, dtype, mode)
+    _restore_exact(packed, blocks, start)
+    return blocks, used
+
+
+def _load_expanded(
+    packed: _Packed, place: slice, used: torch.Tensor, part: torch.Tensor, mode: Mode
+) -> torch.Tensor:
+    """Write the elements of sections, and zeros, to a part of the tensor; return used rows."""
+    mask, heads = packed.mask[place], packed.heads[place]
+    kernels = sparse_kernels_for(len(heads), part.dtype, mode, part.device)
+    counts = kernels.counts(mask)
+    heads = heads[: _filled(counts)[1]]
+    blocks, used = _loaded(packed, heads, place.start, used, part.dtype, mode)
+    is_whole = part.numel() % BLOCK == 0
+    target = part if is_whole else part.new_empty(BLOCK)
+    kernels.expand(mask, starts_of(counts), blocks.view(-1), target.view(-1, LANES, ROW))
+    if not is_whole:
+        part.copy_(target[: part.numel()])
+    return used
 
 
 def _compacted(
