@@ -169,7 +169,7 @@ def _compile(dtype: torch.dtype, mode: Mode, device: torch.device) -> Kernels:
     round_, store, load = EAGER[:3]
     rounded = round_(x, zero, scale, mode)
     heads, _ = store(mode, zero, pool, *rounded)
-    return Kernels(
+    kernels = Kernels(
         _compiled_one(lambda *args: round_(*args, mode), (x, zero, scale), (n, None, None)),
         _compiled_one(
             lambda *args: store(mode, *args),
@@ -183,6 +183,23 @@ def _compile(dtype: torch.dtype, mode: Mode, device: torch.device) -> Kernels:
         ),
         is_compiled=True,
     )
+    _check(kernels, dtype, mode, device)
+    return kernels
+
+
+def _check(kernels: Kernels, dtype: torch.dtype, mode: Mode, device: torch.device) -> None:
+    """Refuse kernels that do not keep to a bound, as those of torch 2.11 in half precision."""
+    random = torch.Generator().manual_seed(0)
+    x, zero, scale = _examples(dtype, mode, device)
+    scale = block_kernels.scale_of(0.03 * torch.ones((), device=device), dtype, mode)
+    blocks = torch.randn(x.shape, generator=random) * torch.randn(len(x), 1, 1, generator=random)
+    x.copy_(blocks.relu() if mode == "sign" else blocks)
+    pool = torch.zeros((block_kernels.PLANES * len(x), ROW), dtype=torch.int8, device=device)
+    heads, _ = kernels.store(mode, zero, pool, *kernels.round(x, zero, scale, mode))
+    y, _ = kernels.load(heads, zero, zero.clone(), pool, scale, dtype, mode)
+    fits = heads != block_kernels.MISFIT
+    if not ((y - x)[fits].to(scale.dtype).abs() <= scale[0]).all():
+        raise RuntimeError(f"with torch {torch.__version__} the compiler rounds otherwise")
 
 
 def _compile_sparse(dtype: torch.dtype, mode: Mode, device: torch.device) -> SparseKernels:
