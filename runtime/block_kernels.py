@@ -27,7 +27,6 @@ __all__ = [
     "BLOCK",
     "LANES",
     "MISFIT",
-    "NIBBLE",
     "PLANES",
     "ROW",
     "SECTION",

@@ -16,7 +16,7 @@ from torch.library import Library
 from backhaul.records import PackedForm
 from backhaul.runtime import casts, codecs, quantiser
 
-__all__ = ["FORM_SCHEMA"]
+__all__ = ["FORM_SCHEMA", "dequantise", "fake_dequantise", "fake_quantise"]
 
 FORM_SCHEMA = "int rows, int exact_blocks, bool is_sparse, str mode"
 """The arguments of an op that are the fields of a `PackedForm`."""
@@ -26,27 +26,30 @@ def _quantise(x: torch.Tensor, bound: torch.Tensor, *form: Any) -> torch.Tensor:
     return quantiser.quantise(x, bound, PackedForm(*form))
 
 
-def _fake_quantise(x: torch.Tensor, bound: torch.Tensor, *form: Any) -> torch.Tensor:
+def fake_quantise(x: torch.Tensor, bound: torch.Tensor, *form: Any) -> torch.Tensor:
+    """Call `quantiser.fake_quantise` with the arguments of an op."""
     return quantiser.fake_quantise(x, bound, PackedForm(*form))
 
 
-def _dequantise(
+def dequantise(
     packed: torch.Tensor,
     size: Sequence[int],
     stride: Sequence[int],
     dtype: torch.dtype,
     *form: Any,
 ) -> torch.Tensor:
+    """Call `quantiser.dequantise` with the arguments of an op."""
     return quantiser.dequantise(packed, PackedForm(*form), size, stride, dtype)
 
 
-def _fake_dequantise(
+def fake_dequantise(
     packed: torch.Tensor,
     size: Sequence[int],
     stride: Sequence[int],
     dtype: torch.dtype,
     *form: Any,
 ) -> torch.Tensor:
+    """Call `quantiser.fake_dequantise` with the arguments of an op."""
     return quantiser.fake_dequantise(packed, PackedForm(*form), size, stride, dtype)
 
 
@@ -98,14 +101,14 @@ _CODEC_OPS: tuple[tuple[str, Callable[..., torch.Tensor], Callable[..., torch.Te
     (
         "quantise_tensor(Tensor x, Tensor bound, " + FORM_SCHEMA + ") -> Tensor",
         _quantise,
-        _fake_quantise,
+        fake_quantise,
     ),
     (
         "dequantise_tensor(Tensor packed, SymInt[] size, SymInt[] stride, ScalarType dtype, "
         + FORM_SCHEMA
         + ") -> Tensor",
-        _dequantise,
-        _fake_dequantise,
+        dequantise,
+        fake_dequantise,
     ),
 )
 

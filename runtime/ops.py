@@ -30,7 +30,7 @@ from torch.library import Library, register_fake
 
 from backhaul.errors import InternalError
 from backhaul.records import PackedForm
-from backhaul.runtime import quantiser
+from backhaul.runtime import codec_ops
 from backhaul.runtime.codec_ops import FORM_SCHEMA
 from backhaul.runtime.device import random_state_bytes
 from backhaul.runtime.session import SESSIONS, Session
@@ -174,7 +174,7 @@ def _quantise(x: Tensor, token: Tensor, dial: int, *form: Any) -> Tensor:
 
 
 def _fake_quantise(x: Tensor, token: Tensor, dial: int, *form: Any) -> Tensor:
-    return quantiser.fake_quantise(x, token, PackedForm(*form))
+    return codec_ops.fake_quantise(x, token, *form)
 
 
 _define(
@@ -184,32 +184,16 @@ _define(
 )
 
 
-def _dequantise(
-    packed: Tensor,
-    token: Tensor,
-    dial: int,
-    size: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    *form: Any,
-) -> Tensor:
+def _dequantise(packed: Tensor, token: Tensor, dial: int, *geometry_and_form: Any) -> Tensor:
     session, step_id, _ = _open_handle(token[0])
     original = session.dials.original(step_id, dial)
     if original is not None:
         return _alias(original)
-    return quantiser.dequantise(packed, PackedForm(*form), size, stride, dtype)
+    return codec_ops.dequantise(packed, *geometry_and_form)
 
 
-def _fake_dequantise(
-    packed: Tensor,
-    token: Tensor,
-    dial: int,
-    size: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    *form: Any,
-) -> Tensor:
-    return quantiser.fake_dequantise(packed, PackedForm(*form), size, stride, dtype)
+def _fake_dequantise(packed: Tensor, token: Tensor, dial: int, *geometry_and_form: Any) -> Tensor:
+    return codec_ops.fake_dequantise(packed, *geometry_and_form)
 
 
 _define(

@@ -206,19 +206,20 @@ def dequantise(
             f"packed to as {form}"
         )
     parts = _Packed.of(packed, numel, form, dtype)
-    used, is_whole = parts.needs.new_zeros(()), numel % BLOCK == 0
+    used, scale = parts.needs.new_zeros(()), scale_of(parts.bound, dtype, form.mode)
+    how = scale, dtype, form.mode
     kernels = kernels_for(len(parts.heads), dtype, form.mode, packed.device)
-    if kernels.is_compiled and is_whole and not form.is_sparse:
-        blocks, _ = _loaded(parts, parts.heads, 0, used, dtype, form.mode)
+    if kernels.is_compiled and numel % BLOCK == 0 and not form.is_sparse:
+        blocks, _ = _loaded(parts, parts.heads, 0, used, *how)
         return blocks.as_strided(size, stride)
     x = fake_dequantise(packed, form, size, stride, dtype)
     flat = memory_ordered(x)
     for place in _places(numel, dtype, form.mode, form.is_sparse, packed.device):
         part = flat[place.start * BLOCK : place.stop * BLOCK]
         if form.is_sparse:
-            used = _load_expanded(parts, place, used, part, form.mode)
+            used = _load_expanded(parts, place, used, scale, part, form.mode)
         else:
-            blocks, used = _loaded(parts, parts.heads[place], place.start, used, dtype, form.mode)
+            blocks, used = _loaded(parts, parts.heads[place], place.start, used, *how)
             part.copy_(blocks.view(-1)[: part.numel()])
     return x
 
@@ -323,26 +324,32 @@ def _loaded(
     heads: torch.Tensor,
     start: int,
     used: torch.Tensor,
+    scale: torch.Tensor,
     dtype: torch.dtype,
     mode: Mode,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the blocks from a place on, and how many rows those up to the last take."""
     kernels = kernels_for(len(heads), dtype, mode, heads.device)
-    scale, first = scale_of(packed.bound, dtype, mode), _scalar(start, heads)
+    first = _scalar(start, heads)
     blocks, used = kernels.load(heads, first, used, packed.pool, scale, dtype, mode)
     _restore_exact(packed, blocks, start)
     return blocks, used
 
 
 def _load_expanded(
-    packed: _Packed, place: slice, used: torch.Tensor, part: torch.Tensor, mode: Mode
+    packed: _Packed,
+    place: slice,
+    used: torch.Tensor,
+    scale: torch.Tensor,
+    part: torch.Tensor,
+    mode: Mode,
 ) -> torch.Tensor:
     """Write the elements of sections, and zeros, to a part of the tensor; return used rows."""
     mask, heads = packed.mask[place], packed.heads[place]
     kernels = sparse_kernels_for(len(heads), part.dtype, mode, part.device)
     counts = kernels.counts(mask)
     heads = heads[: _filled(counts)[1]]
-    blocks, used = _loaded(packed, heads, place.start, used, part.dtype, mode)
+    blocks, used = _loaded(packed, heads, place.start, used, scale, part.dtype, mode)
     is_whole = part.numel() % BLOCK == 0
     target = part if is_whole else part.new_empty(BLOCK)
     kernels.expand(mask, starts_of(counts), blocks.view(-1), target.view(-1, LANES, ROW))
