@@ -5,7 +5,8 @@ run as they stand, or compiled by Inductor (see `kernel_compiler`), which is to 
 memory of `round_blocks` and of `load_blocks` each: that is why a block is `[LANES, ROW]` here, and
 why nothing but `pool` is written in place.
 
-A block's head is one int32: its lowest number times 16, plus its width in bits; or `MISFIT`.
+A block's head is one int32: its lowest number times 16, plus its width in bits; or `MISFIT`.  Its
+planes are the lowest bits of its numbers, which tell those apart, so that storing subtracts nothing.
 
 A nibble of each of eight lanes makes a word, and a multiplication gathers one bit of every nibble
 into the word's highest byte: that is how planes are made of lanes, and lanes of planes.  Bytes are
@@ -59,7 +60,7 @@ _MARGIN = 1 - 2.0**-10
 # Lanes in the order of their nibbles in a word are 0, 4, 1, 5, 2, 6, 3, 7: the order that gathering
 # undoes.  These share a word at the distance of half of it.
 _PAIRS = ((0, 2), (4, 6), (1, 3), (5, 7))
-_NIBBLE_BITS, _HIGHEST_BITS, _GATHER_BITS = 0x11111111, -0x77777778, 0x01020408
+_NIBBLE_BITS, _GATHER_BITS = 0x11111111, 0x01020408
 # 2**32 over the golden ratio, and a number of `lowbias32`, both as int32.
 _GOLDEN, _MIXER = -1640531535, -1028477379
 
@@ -159,8 +160,6 @@ def store_blocks(
     """
     heads = heads_of(lowest, highest)
     ends = used + widths_of(heads).cumsum(0, dtype=torch.int32)
-    if mode != "sign":
-        words = torch.stack(_less(words, (heads >> 4)[:, None])).unbind()
     bit = torch.arange(NIBBLE, dtype=torch.int32, device=pool.device)
     for index, word in enumerate(words):
         planes = _gathered(word[:, None] >> bit[:, None]).to(torch.int8)
@@ -204,9 +203,13 @@ def load_blocks(
     ]
     lowest, dither = (heads >> 4)[:, None], _dither(heads.shape[0], first, mode)
     dithers = dither.unbind(1) if dither.dim() else LANES * (dither,)
+    numbers = _lanes_of(stored)
+    if mode != "sign":
+        all_bits = (1 << widths[:, None]) - 1
+        numbers = [lowest + (lane - lowest & all_bits) for lane in numbers]
     values = [
-        _values((lane + lowest).to(scale.dtype), lane_dither, scale, dtype, mode)
-        for lane, lane_dither in zip(_lanes_of(stored), dithers, strict=True)
+        _values(number.to(scale.dtype), lane_dither, scale, dtype, mode)
+        for number, lane_dither in zip(numbers, dithers, strict=True)
     ]
     return torch.stack(values, 1), ends[-1]
 
@@ -399,28 +402,6 @@ def _lanes_of(planes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 def _shifted(word: torch.Tensor, left: int) -> torch.Tensor:
     return word << left if left >= 0 else word >> -left
-
-
-def _less(words: Sequence[torch.Tensor], lowest: torch.Tensor) -> list[torch.Tensor]:
-    """Take a number from all numbers in words of nibbles, modulo what those hold."""
-    rests: list[torch.Tensor] = []
-    borrow = torch.zeros_like(lowest)
-    for index, word in enumerate(words):
-        part = _repeated(lowest >> NIBBLE * index & 15)
-        rests.append(_nibbles_less(_nibbles_less(word, part), borrow))
-        borrow = (~word & part | ~(word ^ part) & rests[-1]) >> 3 & _NIBBLE_BITS
-    return rests
-
-
-def _nibbles_less(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Subtract nibble by nibble, modulo 16: the highest bits are kept out of the borrowing."""
-    return ((a | _HIGHEST_BITS) - (b & ~_HIGHEST_BITS)) ^ (a ^ ~b) & _HIGHEST_BITS
-
-
-def _repeated(nibble: torch.Tensor) -> torch.Tensor:
-    for shift in (4, 8, 16):
-        nibble = nibble | nibble << shift
-    return nibble
 
 
 def _gathered(words: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Pack floating-point tensors with an error that no element exceeds, in as few bits as each needs.
 
 A tensor is cut, in memory order, into blocks of `BLOCK` elements.  Each element is rounded to a
-number of steps, a step being twice the bound at most.  A block stores its numbers as their distance
-from the least of them, in planes of one bit: as many planes as its largest distance needs.
+number of steps, a step being twice the bound at most.  A block stores its least number, and of
+each number the lowest bits, in planes of one bit: as many planes as the largest distance needs.
 The packed form is one buffer of bytes, which a link moves as it moves any tensor:
 
     exact     as x     [exact_blocks + 1, BLOCK] blocks that do not fit, as they were; waste
@@ -78,7 +78,7 @@ _EAGER_TEMPORARY_BYTES = 24.0
 _COMPILED_TEMPORARY_BYTES = 1.55
 _SPARSE_TEMPORARY_BYTES = 8.0
 # The threads of a CPU meet at the end of each kernel, so that small pieces are dear.
-_COMPILED_PIECE_BYTES = {"cpu": 4 << 20}
+_COMPILED_PIECE_BYTES = {"cpu": 8 << 20}
 
 Needs = list[list[int]]
 """Rows and exact blocks, of the dense form and of the sparse one if there is one."""
