@@ -6,7 +6,7 @@ memory of `round_blocks` and of `load_blocks` each: that is why a block is `[LAN
 why nothing but `pool` is written in place.
 
 A block's head is one int32: its lowest number times 16, plus its width in bits; or `MISFIT`.  Its
-planes are the lowest bits of its numbers, which tell those apart, so that storing subtracts nothing.
+planes are the lowest bits of its numbers, which tell those apart: storing subtracts nothing.
 
 A nibble of each of eight lanes makes a word, and a multiplication gathers one bit of every nibble
 into the word's highest byte: that is how planes are made of lanes, and lanes of planes.  Bytes are
