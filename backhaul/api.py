@@ -23,7 +23,7 @@ from backhaul.options import (
 )
 from backhaul.passes.fake_model import as_fake, is_meta
 from backhaul.passes.pipeline import Request
-from backhaul.records import Plan
+from backhaul.records import Executor, Plan
 from backhaul.runtime.default_link import default_link
 from backhaul.runtime.links import Link
 from backhaul.scheduler.hardware import load_hardware
@@ -47,6 +47,7 @@ def optimize(
     activation_dtype: torch.dtype | None = None,
     actions: Collection[str] = ("compress", "offload", "recompute"),
     held_bytes: int = 0,
+    executor: Executor = "eager",
     planner: str | Planner = "frontier",
     link: Link | None = None,
     spill_folder: str | os.PathLike[str] | None = None,
@@ -84,6 +85,9 @@ def optimize(
         actions: What may be done with saved activations.
         held_bytes: Bytes that lie on the device all along and are no argument of the model, as
             an optimizer's state; a `memory_budget` includes them.
+        executor: `eager` runs torch's own kernels, as the model does without us, and gradients are
+            bit-equal to the model's; `inductor` runs what Inductor compiles, and gradients are as
+            close to the model's as those of `torch.compile`.
         planner: Name in `PLANNERS`, or a function of graph, machine and budget.
         link: Moves what is offloaded; by default pinned host memory for an accelerator, and a
             spill file for a CPU.
@@ -110,6 +114,7 @@ def optimize(
         held_bytes,
         lossless,
         activation_dtype,
+        executor,
     )
     found = _link(model, link, spill_folder)
     return _prepared(model, sample_input, request, found, compression)
@@ -127,6 +132,7 @@ def plan(
     activation_dtype: torch.dtype | None = None,
     actions: Collection[str] = ("compress", "offload", "recompute"),
     held_bytes: int = 0,
+    executor: Executor = "eager",
     planner: str | Planner = "frontier",
     link: Link | None = None,
     spill_folder: str | os.PathLike[str] | None = None,
@@ -149,6 +155,7 @@ def plan(
         activation_dtype: As for `optimize`.
         actions: As for `optimize`.
         held_bytes: As for `optimize`.
+        executor: As for `optimize`.
         planner: As for `optimize`.
         link: As for `optimize`; not used for other hardware.
         spill_folder: As for `optimize`; not used for other hardware.
@@ -167,6 +174,7 @@ def plan(
         held_bytes,
         lossless,
         activation_dtype,
+        executor,
     )
     if hardware is not None:
         request = dataclasses.replace(request, hardware=load_hardware(hardware))
@@ -204,6 +212,7 @@ def apply(
         is_fraction=False,
         planner=PLANNERS.get(plan.planner, PLANNERS["frontier"]),
         plan=plan,
+        executor=plan.graph.executor,
     )
     link = _link(model, link, spill_folder)
     module = _prepared(model, sample_input, request, link)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from backhaul.compression import DEFAULT_ERROR_BUDGET, AdaptiveCompression, Policy
 from backhaul.errors import CaptureError
 from backhaul.passes.pipeline import Request
+from backhaul.records import Executor
 from backhaul.runtime.casts import CAST_DTYPES
 from backhaul.scheduler.planner import PLANNERS, Planner, planner_of
 from backhaul.scheduler.ways import ALL_WAYS, Way
@@ -109,6 +110,7 @@ def request_of(
     held_bytes: int = 0,
     lossless: bool = True,
     activation_dtype: torch.dtype | None = None,
+    executor: Executor = "eager",
 ) -> Request:
     """Read the options of `optimize`.
 
@@ -143,6 +145,8 @@ def request_of(
             planner = PLANNERS[planner]
     if not isinstance(held_bytes, int) or isinstance(held_bytes, bool) or held_bytes < 0:
         raise ValueError(f"held_bytes={held_bytes!r}: give a number of bytes, 0 or more")
+    if executor not in get_args(Executor):
+        raise ValueError(f"executor={executor!r}: give one of {', '.join(get_args(Executor))}")
     if not callable(planner):
         raise ValueError(
             f"planner={planner!r}: give one of {', '.join(PLANNERS)}, or a function of graph, "
@@ -158,6 +162,7 @@ def request_of(
         planner=planner,
         held_bytes=held_bytes,
         cast_dtype=activation_dtype,
+        executor=executor,
     )
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "Compress",
     "Decision",
     "ErrorBound",
+    "Executor",
     "GraphRecord",
     "Keep",
     "LinkProfile",
@@ -48,8 +49,11 @@ Source = Literal["measured", "modelled", "assumed"]
 Mode = Literal["zero", "sign", "dither"]
 """How a tensor is rounded; see `runtime.quantiser`."""
 
+Executor = Literal["eager", "inductor"]
+"""What runs a step: torch's own kernels, one after the other, or what Inductor compiles."""
+
 Role = Literal["input", "saved", "checkpoint", "temporary", "output", "tangent", "gradient"]
-SCHEMA_VERSION = "1.4"
+SCHEMA_VERSION = "1.5"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,12 +202,14 @@ class GraphRecord:
         ops: Forward ops, then backward ops, in execution order.
         forward_count: How many of `ops` are forward.
         tensors: Every storage, in order of birth.
+        executor: What runs it.
     """
 
     fingerprint: str
     ops: tuple[OpRecord, ...]
     forward_count: int
     tensors: tuple[TensorRecord, ...]
+    executor: Executor = "eager"
 
     @property
     def saved(self) -> tuple[TensorRecord, ...]:

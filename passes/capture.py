@@ -1,9 +1,9 @@
 """Capture a module's training step through `torch.compile`, and run what the passes make of it.
 
-Dynamo handles Python: guards, hooks, mutation, aliasing.  AOTAutograd gives the joint graph,
-its stock partition the forward and backward that eager would run, and the pipeline rewrites
-the pair.  One capture serves every shape and mode that the module is called with; each has a
-graph and a plan of its own.
+Dynamo handles Python: guards, hooks, mutation, aliasing.  AOTAutograd gives the joint graph, a
+stock partition the forward and backward that eager would run, or that Inductor would, and the
+pipeline rewrites the pair.  One capture serves every shape and mode that the module is called
+with; each has a graph and a plan of its own.
 
 A graph can be captured without being run: the first op that would run raises instead, so
 that parameters, buffers, random state and Python state stay as they were.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, assert_never
 
 import torch
 from torch import fx
@@ -32,10 +32,13 @@ from backhaul.passes.torch_compat import (
     default_partition,
     describe_replayed_random_ops,
     make_backend,
+    make_inductor_backend,
+    min_cut_rematerialization_partition,
     parameter_gradients,
     tracing_settings,
 )
 from backhaul.passes.unused_gradients import UnusedGradients
+from backhaul.records import Executor
 
 __all__ = ["Capture"]
 
@@ -47,10 +50,11 @@ class Capture:
 
     Args:
         rewrite: Turns a captured step into the one that runs; a bound method, held weakly.
+        executor: What runs the graphs.
     """
 
-    def __init__(self, rewrite: Rewrite) -> None:
-        self._graphs = _Graphs(weakref.WeakMethod(rewrite))
+    def __init__(self, rewrite: Rewrite, executor: Executor) -> None:
+        self._graphs = _Graphs(weakref.WeakMethod(rewrite), executor)
         self._compiled = compile_whole(_own_copy_of(_call_module), _Backend(self._graphs))
         # Dynamo keeps what it compiled; the sessions and their link go with the module.
         weakref.finalize(self, self._graphs.works.clear).atexit = False
@@ -112,8 +116,9 @@ class _Backend:
 class _Graphs:
     """The graphs of one module, and whether they are captured without being run."""
 
-    def __init__(self, rewrite: weakref.WeakMethod[Rewrite]) -> None:
+    def __init__(self, rewrite: weakref.WeakMethod[Rewrite], executor: Executor) -> None:
         self._rewrite = rewrite
+        self.executor = executor
         self.are_dry = False
         self.works: list[Work] = []
 
@@ -132,6 +137,7 @@ class _CapturedGraph:
         self._graphs = graphs
         self._unused: UnusedGradients | None = None
         self._parameters: set[int] = set()
+        self._identity = ""
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Any:
         self._parameters = {
@@ -139,11 +145,12 @@ class _CapturedGraph:
             for index, value in enumerate(example_inputs)
             if isinstance(value, torch.nn.Parameter)
         }
-        backend = make_backend(self._partition, self._forward, self._backward, self._forward)
         with tracing_settings():
-            compiled = backend(gm, example_inputs)
+            compiled = self._backend()(gm, example_inputs)
 
         def run(*args: Any) -> Any:
+            if self._graphs.are_dry:
+                raise _DryRun
             since = autograd_time()
             results = compiled(*args)
             if self._unused is not None:
@@ -152,39 +159,45 @@ class _CapturedGraph:
 
         return run
 
+    def _backend(self) -> Callable[..., Any]:
+        match self._graphs.executor:
+            case "eager":
+                return make_backend(self._partition, boxed, self._boxed_backward, boxed)
+            case "inductor":
+                return make_inductor_backend(
+                    self._partition, lambda: self._identity, self._finished
+                )
+            case _ as never:
+                assert_never(never)
+
     def _partition(
         self, joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        forward, backward = default_partition(joint, joint_inputs, **kwargs)
+        is_eager = self._graphs.executor == "eager"
+        partition = default_partition if is_eager else min_cut_rematerialization_partition
+        forward, backward = partition(joint, joint_inputs, **kwargs)
         results = parameter_gradients(backward, self._parameters)
-        step = StepGraphs(forward, backward, kwargs["num_fwd_outputs"], results)
+        output_count = kwargs["num_fwd_outputs"]
+        step = StepGraphs(forward, backward, output_count, results, self._graphs.executor)
         save_mutated_inputs_as_copies(step)
         describe_replayed_random_ops(forward, dict(zip(step.saved, step.received, strict=True)))
         _check_static(step)
         self._unused = UnusedGradients(step)
         work = self._graphs.rewritten(step)
+        self._identity = work.identity
         return work.step.forward, work.step.backward
 
-    def _forward(self, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
+    def _boxed_backward(self, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
         call = boxed(gm)
 
         def run(args: list[Any]) -> Any:
-            if self._graphs.are_dry:
-                raise _DryRun
-            return call(args)
+            return self._finished(call(args))
 
         run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd looks for it
         return run
 
-    def _backward(self, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:
-        call = boxed(gm)
-
-        def run(args: list[Any]) -> Any:
-            gradients = call(args)
-            return gradients if self._unused is None else self._unused.drop(list(gradients))
-
-        run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd looks for it
-        return run
+    def _finished(self, gradients: Any) -> Any:
+        return gradients if self._unused is None else self._unused.drop(list(gradients))
 
 
 class _DryRun(BaseException):

@@ -18,6 +18,7 @@ from torch import fx
 
 from backhaul.passes.checkpoints import find_checkpoints
 from backhaul.passes.codec_choice import Readers, can_be_rounded, codec_for
+from backhaul.passes.fusion import Fusion
 from backhaul.passes.linear_reads import LinearRead, linear_reads_of
 from backhaul.passes.op_calls import call_of
 from backhaul.passes.recipes import Recipes
@@ -29,7 +30,7 @@ from backhaul.passes.step_graphs import (
     results_of,
     tensors_of,
 )
-from backhaul.passes.torch_compat import storage_nbytes
+from backhaul.passes.torch_compat import op_of, storage_nbytes
 from backhaul.records import (
     CodecRecord,
     ErrorBound,
@@ -110,7 +111,7 @@ def describe(
         cast_dtype: What tensors that may be rounded may be cast to instead.
     """
     survey = _Survey(step, error_bounds, cast_dtype)
-    calls = [call_of(node, survey.storages_of(node)) for node in survey.ops]
+    calls = [survey.call_of(node) for node in survey.ops]
     tensors, codec_calls = survey.tensors()
     record = GraphRecord(
         fingerprint=_fingerprint(step),
@@ -125,8 +126,13 @@ def describe(
         ),
         forward_count=step.forward_count,
         tensors=(_held(held_bytes), *tensors) if held_bytes else tensors,
+        executor=step.executor,
     )
-    key_by_op = {node: call.key for node, call in zip(survey.ops, calls, strict=True) if call}
+    key_by_op = {
+        node: call.key
+        for node, call in zip(survey.ops, calls, strict=True)
+        if call and call.target is op_of(node)[0]
+    }
     return Description(
         record,
         tuple(call for call in calls if call) + codec_calls,
@@ -213,6 +219,17 @@ class _Survey:
         self._reads = {} if is_lossless else linear_reads_of(step)
         self._forward = Storages.of(step.forward)
         self._backward = Storages.of(step.backward)
+        self._fusions = (
+            {
+                gm.graph: Fusion(gm, storages)
+                for gm, storages in (
+                    (step.forward, self._forward),
+                    (step.backward, self._backward),
+                )
+            }
+            if step.executor == "inductor"
+            else {}
+        )
         self.ops = step.ops()
         self._position = {node: position for position, node in enumerate(self.ops)}
         self._backward_start = step.forward_count
@@ -233,6 +250,12 @@ class _Survey:
 
     def storages_of(self, node: fx.Node) -> Storages:
         return self._forward if node.graph is self._step.forward.graph else self._backward
+
+    def call_of(self, node: fx.Node) -> OpCall | None:
+        """Describe the call whose time a node takes, or None if it takes none."""
+        if self._fusions:
+            return self._fusions[node.graph].call_of(node)
+        return call_of(node, self.storages_of(node))
 
     def promised(self, key_by_op: Mapping[fx.Node, str]) -> dict[str, tuple[str, int, str]]:
         """See `Description.promised`."""
@@ -299,7 +322,7 @@ class _Survey:
             target=_target_name(base),
             shape=tuple(next(tensors_of(base)).shape),
             dtype=str(next(tensors_of(base)).dtype).removeprefix("torch."),
-            nbytes=nbytes_of(base, key),
+            nbytes=nbytes_of(base, key) if self._exists(base, key, role) else 0,
             role=role,
             born=self._born(storages.holders[key][0], role),
             dies=self._dies(role, forward_holders, backward_holders),
@@ -310,6 +333,12 @@ class _Survey:
             pinned_because=pinned_because,
         )
         return record, calls
+
+    def _exists(self, base: fx.Node, key: int, role: Role) -> bool:
+        """Say whether a storage takes memory, which a temporary inside of a kernel does not."""
+        if not self._fusions or role != "temporary":
+            return True
+        return self._fusions[base.graph].exists(key)
 
     def _role(self, key: int) -> Role:
         roles: tuple[tuple[set[int], Role], ...] = (

@@ -46,7 +46,7 @@ from backhaul.passes.step_graphs import StepGraphs, Storages, results_of, tensor
 from backhaul.passes.torch_compat import fake_mode_of, fake_result, replayed, storage_id
 from backhaul.records import CodecRecord, Keep, Plan, Recompute
 from backhaul.runtime import codec_ops as _codec_ops  # noqa: F401  # registers its ops
-from backhaul.runtime import ops as _ops  # noqa: F401  # registers its ops
+from backhaul.runtime.ops import NAMESPACE
 from backhaul.scheduler.schedule import Event, codec_of, events
 
 __all__ = ["insert_plan"]
@@ -304,6 +304,10 @@ class _Writer:
         """Insert one call with everything that a node must carry."""
         node = gm.graph.call_function(target, args, dict(kwargs or {}))
         node.meta["val"] = fake_result(node, self._fake_mode)
+        if getattr(target, "namespace", "") == NAMESPACE:
+            # Inductor, which chooses layouts of its own, then hands over the strides of the plan.
+            read = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+            node.meta["eager_input_vals"] = read
         if name:
             base = self._base[name]
             node.meta["backhaul"] = self._decision[name]

@@ -11,6 +11,7 @@ The pipeline alone times passes and logs them.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 import time
@@ -30,7 +31,14 @@ from backhaul.passes.insert import insert_plan
 from backhaul.passes.op_work import works_of
 from backhaul.passes.step_graphs import StepGraphs
 from backhaul.passes.verify import verify
-from backhaul.records import Budget, ErrorBound, GraphRecord, MachineProfile, Plan
+from backhaul.records import (
+    Budget,
+    ErrorBound,
+    Executor,
+    GraphRecord,
+    MachineProfile,
+    Plan,
+)
 from backhaul.runtime.block_kernels import BLOCK
 from backhaul.runtime.device import allocator_alignment_bytes, capacity_bytes
 from backhaul.runtime.dials import Dials
@@ -65,6 +73,7 @@ class Request:
         known: Plans to take for the graphs that they were made for, as from an earlier process.
         error_bounds: How tensors may be rounded.
         cast_dtype: What tensors may be cast to.
+        executor: What runs the graphs.
     """
 
     kind: str
@@ -77,6 +86,7 @@ class Request:
     known: tuple[Plan, ...] = ()
     error_bounds: tuple[ErrorBound, ...] = ()
     cast_dtype: torch.dtype | None = None
+    executor: Executor = "eager"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +112,11 @@ class Work:
     plan: Plan | None = None
     session: Session | None = None
     observer: Observer | None = None
+
+    @property
+    def identity(self) -> str:
+        """Name the plan, its graph and its machine, for the caches of compilers."""
+        return hashlib.sha256(repr(self.plan).encode()).hexdigest()
 
 
 def describe_step(work: Work) -> Work:

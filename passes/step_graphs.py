@@ -12,6 +12,7 @@ from torch import fx
 
 from backhaul.errors import InternalError
 from backhaul.passes.torch_compat import storage_id, storage_nbytes
+from backhaul.records import Executor
 
 __all__ = [
     "StepGraphs",
@@ -33,12 +34,14 @@ class StepGraphs:
         backward: Takes the saved values in the same order, then the tangents.
         output_count: How many of the forward's results are outputs.
         parameter_gradients: Which results of the backward are gradients of parameters.
+        executor: What runs the graphs.
     """
 
     forward: fx.GraphModule
     backward: fx.GraphModule
     output_count: int
     parameter_gradients: frozenset[int] = frozenset()
+    executor: Executor = "eager"
 
     @property
     def outputs(self) -> list[fx.Node]:

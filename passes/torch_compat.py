@@ -24,7 +24,12 @@ from torch._functorch._aot_autograd.descriptors import (
     InputMutationAOTOutput,
     PlainAOTInput,
 )
-from torch._functorch.partitioners import default_partition
+from torch._functorch.partitioners import (
+    default_partition,
+    min_cut_rematerialization_partition,
+)
+from torch._inductor import compile_fx, lowering
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.graph import _BoxedCodeGen
@@ -42,8 +47,11 @@ __all__ = [
     "default_partition",
     "describe_replayed_random_ops",
     "fake_mode_of",
+    "is_fusible",
     "is_mutation_of",
     "make_backend",
+    "make_inductor_backend",
+    "min_cut_rematerialization_partition",
     "op_of",
     "parameter_gradients",
     "saved_tensor_hooks_are_on",
@@ -53,12 +61,13 @@ __all__ = [
 ]
 
 Compiled = Callable[..., Any]
+Partition = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
 GRAPH_LIMIT = 1024
 """Graphs kept for one module, one for each shape and mode, before a call is an error."""
 
 
 def make_backend(
-    partition: Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]],
+    partition: Partition,
     forward: Callable[[torch.fx.GraphModule], Compiled],
     backward: Callable[[torch.fx.GraphModule], Compiled],
     inference: Callable[[torch.fx.GraphModule], Compiled],
@@ -75,6 +84,82 @@ def make_backend(
         partition_fn=partition,
     )
     return backend
+
+
+class _Partitioner(CustomPartitionerFn):
+    """A partition function, as Inductor takes it, and what its caches know it by."""
+
+    def __init__(self, partition: Partition, identity: Callable[[], str]) -> None:
+        self._partition = partition
+        self._identity = identity
+
+    def __call__(
+        self, gm: torch.fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        return self._partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return self._identity()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Leave an identity in place of the function, for whoever hashes Inductor's settings."""
+        return str, (self.uuid(),)
+
+
+def make_inductor_backend(
+    partition: Partition, identity: Callable[[], str], finish_backward: Callable[[Any], Any]
+) -> Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Compiled]:
+    """Make a Dynamo backend of a partition function, whose graphs Inductor compiles.
+
+    Args:
+        partition: Called with the joint graph; its results are compiled.
+        identity: Names what came of the partition, for Inductor's cache of graphs.
+        finish_backward: Called with what a compiled backward returned.
+    """
+
+    def compile_one(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        compiled: Any = compile_fx.compile_fx_inner(gm, inputs, **kwargs)
+        if kwargs.get("is_backward"):
+            call = compiled.current_callable
+            compiled.current_callable = lambda args: finish_backward(call(args))
+        return compiled
+
+    def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Compiled:
+        # Hazard: a hit in the cache of AOTAutograd would skip the partition, and with it the plan.
+        # That of Inductor's own graphs, which have the plan in them, stays on.
+        with functorch_config.patch(enable_autograd_cache=False):
+            compiled: Any = compile_fx.compile_fx(
+                gm,
+                example_inputs,
+                inner_compile=compile_one,
+                config_patches={
+                    "custom_partitioner_fn": _Partitioner(partition, identity),
+                    **_ORDER_KEPT,
+                },
+            )
+        return compiled  # type: ignore[no-any-return]  # torch says it may be much else
+
+    return backend
+
+
+# The order of nodes is the schedule: copies begin and end where they were planned to.
+_ORDER_KEPT = {"reorder_for_peak_memory": False}
+
+
+def is_fusible(target: Any) -> bool:
+    """Say whether Inductor makes part of a kernel of its own of an op, rather than a call."""
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target in lowering.lowerings
+        and target not in lowering.fallbacks
+        and target.overloadpacket not in _CALLED
+    )
+
+
+_CALLED = {
+    getattr(torch.ops.aten, name)
+    for name in ("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", "sort")
+}
 
 
 def compile_whole(function: Compiled, backend: Compiled) -> Compiled:

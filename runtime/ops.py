@@ -45,8 +45,13 @@ _LIBRARY = Library(NAMESPACE, "DEF")  # type: ignore[no-untyped-call]  # torch g
 
 def _define(schema: str, kernel: Callable[..., Any], fake: Callable[..., Any]) -> None:
     name = schema.partition("(")[0]
-    # A replayed CUDA graph would skip the work that a kernel does on the host.
-    tags = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+    tags = (
+        torch.Tag.pt2_compliant_tag,
+        # A replayed CUDA graph would skip the work that a kernel does on the host.
+        torch.Tag.cudagraph_unsafe,
+        # What is moved comes back as the plan says that it lies.
+        torch.Tag.needs_exact_strides,
+    )
     _LIBRARY.define(schema, tags=tags)  # type: ignore[no-untyped-call]  # torch gives no types
     # One kernel for every backend: a handle lies on the CPU whatever the device of the rest,
     # and `begin_step` has no tensor to choose a backend by.
@@ -87,7 +92,7 @@ _define("random_state(Device device) -> Tensor", _random_state, _fake_random_sta
 def _offload(x: Tensor, token: Tensor, slot: int) -> Tensor:
     handle = token.select(0, slot)
     session, step_id, index = _open_handle(handle)
-    session.start_offload(step_id, index, _bytes_of(x))
+    session.start_offload(step_id, index, _own_bytes_of(x, session.slots[index].nbytes))
     return handle
 
 
@@ -239,3 +244,16 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     """View the whole storage under a tensor as 1-D uint8."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+
+
+def _own_bytes_of(tensor: Tensor, nbytes: int) -> Tensor:
+    """View the storage under a tensor, or the part of so many bytes that is the tensor's own.
+
+    A compiler may place a tensor in the storage of a larger one.
+    """
+    storage = _bytes_of(tensor)
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.storage_offset() * tensor.itemsize
+    if len(storage) == nbytes or (last + 1) * tensor.itemsize != nbytes:
+        return storage
+    return storage[begin : begin + nbytes]
