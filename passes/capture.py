@@ -138,6 +138,7 @@ class _CapturedGraph:
         self._unused: UnusedGradients | None = None
         self._parameters: set[int] = set()
         self._identity = ""
+        self._moves = False
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Any:
         self._parameters = {
@@ -165,7 +166,10 @@ class _CapturedGraph:
                 return make_backend(self._partition, boxed, self._boxed_backward, boxed)
             case "inductor":
                 return make_inductor_backend(
-                    self._partition, lambda: self._identity, self._finished
+                    self._partition,
+                    lambda: self._identity,
+                    lambda: self._moves,
+                    self._finished,
                 )
             case _ as never:
                 assert_never(never)
@@ -185,6 +189,7 @@ class _CapturedGraph:
         self._unused = UnusedGradients(step)
         work = self._graphs.rewritten(step)
         self._identity = work.identity
+        self._moves = bool(work.plan and work.plan.slots)
         return work.step.forward, work.step.backward
 
     def _boxed_backward(self, gm: fx.GraphModule) -> Callable[[list[Any]], Any]:

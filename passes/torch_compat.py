@@ -29,6 +29,7 @@ from torch._functorch.partitioners import (
     min_cut_rematerialization_partition,
 )
 from torch._inductor import compile_fx, lowering
+from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -107,43 +108,47 @@ class _Partitioner(CustomPartitionerFn):
 
 
 def make_inductor_backend(
-    partition: Partition, identity: Callable[[], str], finish_backward: Callable[[Any], Any]
+    partition: Partition,
+    identity: Callable[[], str],
+    keeps_order: Callable[[], bool],
+    finish_backward: Callable[[Any], Any],
 ) -> Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Compiled]:
     """Make a Dynamo backend of a partition function, whose graphs Inductor compiles.
 
     Args:
         partition: Called with the joint graph; its results are compiled.
         identity: Names what came of the partition, for Inductor's cache of graphs.
+        keeps_order: Says whether nodes must run in the order that the partition gave them.
         finish_backward: Called with what a compiled backward returned.
     """
 
     def compile_one(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-        compiled: Any = compile_fx.compile_fx_inner(gm, inputs, **kwargs)
+        # The order of copies is when they were planned to begin and to end.
+        with inductor_config.patch(reorder_for_peak_memory=not keeps_order()):
+            compiled: Any = compile_fx.compile_fx_inner(gm, inputs, **kwargs)
         if kwargs.get("is_backward"):
             call = compiled.current_callable
             compiled.current_callable = lambda args: finish_backward(call(args))
         return compiled
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Compiled:
+        patches: dict[str, Any] = {"custom_partitioner_fn": _Partitioner(partition, identity)}
+        if all(value.device.type == "cpu" for value in _tensors(example_inputs)):
+            # Channels-last weights are copies, which are in no plan, and here they cost time, too.
+            patches["layout_optimization"] = False
         # Hazard: a hit in the cache of AOTAutograd would skip the partition, and with it the plan.
         # That of Inductor's own graphs, which have the plan in them, stays on.
         with functorch_config.patch(enable_autograd_cache=False):
             compiled: Any = compile_fx.compile_fx(
-                gm,
-                example_inputs,
-                inner_compile=compile_one,
-                config_patches={
-                    "custom_partitioner_fn": _Partitioner(partition, identity),
-                    **_ORDER_KEPT,
-                },
+                gm, example_inputs, inner_compile=compile_one, config_patches=patches
             )
         return compiled  # type: ignore[no-any-return]  # torch says it may be much else
 
     return backend
 
 
-# The order of nodes is the schedule: copies begin and end where they were planned to.
-_ORDER_KEPT = {"reorder_for_peak_memory": False}
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def is_fusible(target: Any) -> bool:
