@@ -40,7 +40,7 @@ from backhaul.passes.torch_compat import (
 from backhaul.passes.unused_gradients import UnusedGradients
 from backhaul.records import Executor
 
-__all__ = ["Capture"]
+__all__ = ["Capture", "CapturedGraph", "Graphs"]
 
 Rewrite = Callable[[StepGraphs], Work]
 
@@ -54,7 +54,7 @@ class Capture:
     """
 
     def __init__(self, rewrite: Rewrite, executor: Executor) -> None:
-        self._graphs = _Graphs(weakref.WeakMethod(rewrite), executor)
+        self._graphs = Graphs(rewrite, executor)
         self._compiled = compile_whole(_own_copy_of(_call_module), _Backend(self._graphs))
         # Dynamo keeps what it compiled; the sessions and their link go with the module.
         weakref.finalize(self, self._graphs.works.clear).atexit = False
@@ -104,25 +104,31 @@ class _Backend:
     collector does not look.  Neither may lead back to the module or to its host memory.
     """
 
-    def __init__(self, graphs: _Graphs) -> None:
+    def __init__(self, graphs: Graphs) -> None:
         self._graphs = weakref.ref(graphs)
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Any:
         graphs = self._graphs()
         assert graphs is not None, "a module that is called is alive"
-        return _CapturedGraph(graphs).compile(gm, example_inputs)
+        return CapturedGraph(graphs).compile(gm, example_inputs)
 
 
-class _Graphs:
-    """The graphs of one module, and whether they are captured without being run."""
+class Graphs:
+    """The graphs of one module or region, and whether they are captured without being run.
 
-    def __init__(self, rewrite: weakref.WeakMethod[Rewrite], executor: Executor) -> None:
-        self._rewrite = rewrite
+    Args:
+        rewrite: See `Capture`.
+        executor: What runs the graphs.
+    """
+
+    def __init__(self, rewrite: Rewrite, executor: Executor) -> None:
+        self._rewrite = weakref.WeakMethod(rewrite)
         self.executor = executor
         self.are_dry = False
         self.works: list[Work] = []
 
     def rewritten(self, step: StepGraphs) -> Work:
+        """Pass a captured step on, and keep what became of it."""
         rewrite = self._rewrite()
         assert rewrite is not None, "a module that is called is alive"
         work = rewrite(step)
@@ -130,10 +136,10 @@ class _Graphs:
         return work
 
 
-class _CapturedGraph:
+class CapturedGraph:
     """One graph of the module: for one set of shapes, dtypes, flags and hooks."""
 
-    def __init__(self, graphs: _Graphs) -> None:
+    def __init__(self, graphs: Graphs) -> None:
         self._graphs = graphs
         self._unused: UnusedGradients | None = None
         self._parameters: set[int] = set()
@@ -141,6 +147,7 @@ class _CapturedGraph:
         self._moves = False
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Any:
+        """Return what runs a graph of Dynamo's."""
         self._parameters = {
             index
             for index, value in enumerate(example_inputs)
