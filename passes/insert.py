@@ -172,14 +172,15 @@ class _Writer:
 
     def _write_forward(self, event: Event) -> None:
         name, ops = event.tensor, torch.ops.backhaul
-        with self._step.forward.graph.inserting_after(self._cursor):
+        # What is inserted goes before one node, so that two nodes keep their order.
+        with self._step.forward.graph.inserting_before(self._cursor.next):
             match event.kind:
                 case "pack" if name in self._dial:
                     target, args = ops.quantise.default, self._rounding(name, self._base[name])
                 case "pack":
                     target, args = _packing(self._codec(name), self._base[name])
                 case "offload":
-                    self._source[name] = self._carried[name]
+                    self._source[name] = self._laid_out(name)
                     target = ops.offload.default
                     args = (self._source[name], self._token, self._slot[name])
                 case _:
@@ -187,6 +188,13 @@ class _Writer:
                     args = (self._carried[name], self._source[name])
             self._cursor = self._call(self._step.forward, target, args, name)
         self._carried[name] = self._cursor
+
+    def _laid_out(self, name: str) -> fx.Node:
+        """Return what a copy reads: under Inductor, the one buffer that lies as traced."""
+        if self._step.executor == "eager":
+            return self._carried[name]
+        target = torch.ops.backhaul.laid_out.default
+        return self._call(self._step.forward, target, (self._carried[name],), name)
 
     def _write_backward(self, event: Event) -> None:
         name, ops = event.tensor, torch.ops.backhaul

@@ -89,6 +89,19 @@ def _fake_random_state(device: torch.device) -> Tensor:
 _define("random_state(Device device) -> Tensor", _random_state, _fake_random_state)
 
 
+def _laid_out(x: Tensor) -> Tensor:
+    return _alias(x)
+
+
+def _fake_laid_out(x: Tensor) -> Tensor:
+    return _alias(x)
+
+
+# Closes a hazard of compilers: where a tensor lies otherwise than traced, each op that reads it is
+# given a copy of its own, and the one that is being moved would die before the wait for it.
+_define("laid_out(Tensor(a) x) -> Tensor(a)", _laid_out, _fake_laid_out)
+
+
 def _offload(x: Tensor, token: Tensor, slot: int) -> Tensor:
     handle = token.select(0, slot)
     session, step_id, index = _open_handle(handle)
