@@ -116,6 +116,11 @@ def optimize(
         activation_dtype,
         executor,
     )
+    if compression is not None and executor == "inductor":
+        raise ValueError(
+            'executor="inductor" has no error_budget yet: what its controller watches is '
+            'fused away; give executor="eager", or an activation_dtype'
+        )
     found = _link(model, link, spill_folder)
     return _prepared(model, sample_input, request, found, compression)
 
