@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import operator
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -28,7 +29,6 @@ from torch._functorch.partitioners import (
     default_partition,
     min_cut_rematerialization_partition,
 )
-from torch._inductor import compile_fx, lowering
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
@@ -125,7 +125,7 @@ def make_inductor_backend(
     def compile_one(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
         # The order of copies is when they were planned to begin and to end.
         with inductor_config.patch(reorder_for_peak_memory=not keeps_order()):
-            compiled: Any = compile_fx.compile_fx_inner(gm, inputs, **kwargs)
+            compiled = _inductor("compile_fx").compile_fx_inner(gm, inputs, **kwargs)
         if kwargs.get("is_backward"):
             call = compiled.current_callable
             compiled.current_callable = lambda args: finish_backward(call(args))
@@ -139,12 +139,17 @@ def make_inductor_backend(
         # Hazard: a hit in the cache of AOTAutograd would skip the partition, and with it the plan.
         # That of Inductor's own graphs, which have the plan in them, stays on.
         with functorch_config.patch(enable_autograd_cache=False):
-            compiled: Any = compile_fx.compile_fx(
+            compiled: Compiled = _inductor("compile_fx").compile_fx(
                 gm, example_inputs, inner_compile=compile_one, config_patches=patches
             )
-        return compiled  # type: ignore[no-any-return]  # torch says it may be much else
+        return compiled
 
     return backend
+
+
+def _inductor(name: str) -> Any:
+    """Return a module of Inductor's, which takes a second to load and is not always needed."""
+    return importlib.import_module(f"torch._inductor.{name}")
 
 
 def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
@@ -153,6 +158,7 @@ def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
 
 def is_fusible(target: Any) -> bool:
     """Say whether Inductor makes part of a kernel of its own of an op, rather than a call."""
+    lowering = _inductor("lowering")
     return (
         isinstance(target, torch._ops.OpOverload)
         and target in lowering.lowerings
