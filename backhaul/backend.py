@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from backhaul.errors import CaptureError
-from backhaul.options import request_of
+from backhaul.options import check_bounds_are_known, request_of
 from backhaul.passes.capture import CapturedGraph, Graphs
 from backhaul.passes.pipeline import Request, Work, run_pipeline
 from backhaul.passes.specialise import has_symbols, shapes_key, specialised
@@ -42,7 +42,7 @@ SHAPES_KEPT = 16
 """Sets of shapes that a region with symbolic shapes keeps plans of."""
 
 _REQUESTED = tuple(inspect.signature(request_of).parameters)
-_NOT_FOR_REGIONS = ("lossless", "held_bytes")
+_NOT_FOR_REGIONS = ("held_bytes",)
 
 
 def backend(
@@ -58,11 +58,11 @@ def backend(
         gm: The graph.
         example_inputs: Its inputs, parameters included.
         mode: Has no meaning here.
-        options: `memory_budget`, `activation_budget`, `max_slowdown`, `actions`, `planner` and
-            `executor`, as for `backhaul.optimize`, where `executor` is `inductor` unless it is
-            given; `spill_folder`; and `on_plan`, which is called with the `Plan` of each region
-            and shape.  Those in the environment variable `BACKHAUL_OPTIONS`, as JSON, hold where
-            none are given.
+        options: `memory_budget`, `activation_budget`, `max_slowdown`, `actions`, `planner`,
+            `lossless` with an `activation_dtype`, and `executor`, as for `backhaul.optimize`, where
+            `executor` is `inductor` unless it is given; `spill_folder`; and `on_plan`, which is
+            called with the `Plan` of each region and shape.  Those in the environment variable
+            `BACKHAUL_OPTIONS`, as JSON, hold where none are given.
 
     Raises:
         CaptureError: The graph cannot be trained as one.
@@ -91,6 +91,7 @@ class _Region:
                 f"options has {', '.join(unknown)}: give some of "
                 f"{', '.join([*known, 'spill_folder', 'on_plan'])}"
             )
+        check_bounds_are_known(given.get("lossless", True), given.get("activation_dtype"))
         defaults: dict[str, Any] = dict.fromkeys(
             ("memory_budget", "activation_budget", "max_slowdown")
         )

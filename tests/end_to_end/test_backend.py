@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from backhaul import backend as backend_module
 from backhaul.backend import OPTIONS_VARIABLE
 from backhaul.errors import BackhaulError
-from backhaul.records import Plan
+from backhaul.records import Compress, Plan
 
 # Dynamo looks at `.grad` of what goes from one region to the next, and autograd warns.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -125,6 +125,7 @@ def test_by_default_inductor_runs_the_regions(monkeypatch: pytest.MonkeyPatch) -
         ({"memory": 1}, "options has memory: give some of memory_budget"),
         ({"held_bytes": 1}, "options has held_bytes"),
         ({"executor": "xla"}, "executor='xla'"),
+        ({"lossless": False}, "error bounds come from training"),
         ({"activation_budget": 2.0}, "a fraction lies in"),
     ],
 )
@@ -132,6 +133,22 @@ def test_options_without_a_meaning_are_refused(options: dict[str, Any], told: st
     module, _ = compiled(nn.Linear(2, 2), options)
     with pytest.raises(Exception, match=told):
         module(torch.randn(2, 2))
+
+
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_activations_are_cast_where_errors_are_allowed(executor: str) -> None:
+    model = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU())
+    reference = copy.deepcopy(model)
+    options = {"lossless": False, "activation_dtype": torch.bfloat16, "planner": "compress_all"}
+    module, plans = compiled(model, {**options, "executor": executor})
+    x = torch.randn(16, 8)
+    for each in (module, reference):
+        each(x).square().sum().backward()
+    assert any(isinstance(decision.action, Compress) for decision in plans[0].decisions)
+    last, exact = model[2].weight.grad, reference[2].weight.grad
+    assert last is not None and exact is not None
+    torch.testing.assert_close(last, exact, rtol=0.02, atol=0.02 * float(exact.abs().max()))
+    assert not torch.equal(last, exact)
 
 
 @pytest.mark.parametrize(("text", "told"), [("{", "is no JSON"), ("[]", "give an object")])
