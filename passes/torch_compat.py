@@ -182,12 +182,14 @@ def compile_whole(function: Compiled, backend: Compiled) -> Compiled:
 def capture_settings() -> Iterator[None]:
     """Set what capture depends on, for the calls inside.
 
-    RNNs are traced.  A hook that is added later is guarded on, so that it is seen.  Running
-    out of cached graphs is an error where torch would quietly run eager.
+    RNNs are traced.  A hook that is added later is guarded on, so that it is seen.  Inside of
+    `DistributedDataParallel` the step stays one graph, which torch would split at each bucket of
+    gradients.  Running out of cached graphs is an error where torch would quietly run eager.
     """
     with torch._dynamo.config.patch(
         allow_rnn=True,
         skip_nnmodule_hook_guards=False,
+        optimize_ddp=False,
         recompile_limit=GRAPH_LIMIT,
         accumulated_recompile_limit=GRAPH_LIMIT,
         fail_on_recompile_limit_hit=True,
