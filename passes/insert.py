@@ -43,7 +43,13 @@ from backhaul.passes.describe import view_chain
 from backhaul.passes.linear_reads import LinearRead
 from backhaul.passes.recipes import copied_call, draws
 from backhaul.passes.step_graphs import StepGraphs, Storages, results_of, tensors_of
-from backhaul.passes.torch_compat import fake_mode_of, fake_result, replayed, storage_id
+from backhaul.passes.torch_compat import (
+    fake_mode_of,
+    fake_result,
+    replayed,
+    storage_id,
+    storage_nbytes,
+)
 from backhaul.records import CodecRecord, Keep, Plan, Recompute
 from backhaul.runtime import codec_ops as _codec_ops  # noqa: F401  # registers its ops
 from backhaul.runtime.ops import NAMESPACE
@@ -193,8 +199,9 @@ class _Writer:
         """Return what a copy reads: under Inductor, the one buffer that lies as traced."""
         if self._step.executor == "eager":
             return self._carried[name]
-        target = torch.ops.backhaul.laid_out.default
-        return self._call(self._step.forward, target, (self._carried[name],), name)
+        x = self._carried[name]
+        args = (x, storage_nbytes(x.meta["val"]))
+        return self._call(self._step.forward, torch.ops.backhaul.laid_out.default, args, name)
 
     def _write_backward(self, event: Event) -> None:
         name, ops = event.tensor, torch.ops.backhaul

@@ -89,23 +89,26 @@ def _fake_random_state(device: torch.device) -> Tensor:
 _define("random_state(Device device) -> Tensor", _random_state, _fake_random_state)
 
 
-def _laid_out(x: Tensor) -> Tensor:
+def _laid_out(x: Tensor, storage_nbytes: int) -> Tensor:
+    if x.untyped_storage().nbytes() == storage_nbytes:
+        return _alias(x)
+    return x.clone(memory_format=torch.preserve_format)
+
+
+def _fake_laid_out(x: Tensor, storage_nbytes: int) -> Tensor:
     return _alias(x)
 
 
-def _fake_laid_out(x: Tensor) -> Tensor:
-    return _alias(x)
-
-
-# Closes a hazard of compilers: where a tensor lies otherwise than traced, each op that reads it is
-# given a copy of its own, and the one that is being moved would die before the wait for it.
-_define("laid_out(Tensor(a) x) -> Tensor(a)", _laid_out, _fake_laid_out)
+# Closes two hazards of compilers.  Where a tensor lies otherwise than traced, each op that reads it
+# is given a copy of its own, and the one that is being moved would die before the wait for it.  And
+# a tensor may lie in the storage of a larger one, which is not what was planned to be moved.
+_define("laid_out(Tensor(a) x, SymInt storage_nbytes) -> Tensor(a)", _laid_out, _fake_laid_out)
 
 
 def _offload(x: Tensor, token: Tensor, slot: int) -> Tensor:
     handle = token.select(0, slot)
     session, step_id, index = _open_handle(handle)
-    session.start_offload(step_id, index, _own_bytes_of(x, session.slots[index].nbytes))
+    session.start_offload(step_id, index, _bytes_of(x))
     return handle
 
 
@@ -257,16 +260,3 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     """View the whole storage under a tensor as 1-D uint8."""
     storage = tensor.untyped_storage()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-
-
-def _own_bytes_of(tensor: Tensor, nbytes: int) -> Tensor:
-    """View the storage under a tensor, or the part of so many bytes that is the tensor's own.
-
-    A compiler may place a tensor in the storage of a larger one.
-    """
-    storage = _bytes_of(tensor)
-    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.storage_offset() * tensor.itemsize
-    if len(storage) == nbytes or (last + 1) * tensor.itemsize != nbytes:
-        return storage
-    return storage[begin : begin + nbytes]
