@@ -15,7 +15,11 @@ from backhaul.errors import CaptureError
 from backhaul.passes.capture import Capture
 from backhaul.passes.pipeline import Request, Work, run_pipeline
 from backhaul.passes.step_graphs import StepGraphs
-from backhaul.passes.torch_compat import saved_tensor_hooks_are_on
+from backhaul.passes.torch_compat import (
+    forward_mode_is_on,
+    functional_transform_is_on,
+    saved_tensor_hooks_are_on,
+)
 from backhaul.records import Plan
 from backhaul.report import print_report
 from backhaul.runtime.default_link import default_link
@@ -72,6 +76,7 @@ class OptimizedModule(nn.Module):
         model: nn.Module = self.__dict__["_model"]
         if not (model.training and torch.is_grad_enabled()):
             return model(*args, **kwargs)
+        _check_no_transform(model)
         self._check_no_saved_tensor_hooks()
         self._adapt()
         return self._run(self.__dict__["_capture"], args, kwargs)
@@ -274,6 +279,15 @@ def _rebuilt(
     compression: AdaptiveCompression | None,
 ) -> OptimizedModule:
     return OptimizedModule(model, request, default_link(model, folder), compression)
+
+
+def _check_no_transform(model: nn.Module) -> None:
+    """Refuse what differentiates or maps the call from outside, not by `backward`."""
+    if functional_transform_is_on() or forward_mode_is_on():
+        raise CaptureError(
+            f"an optimized {type(model).__name__} trains by `backward`, and cannot be called in "
+            "`torch.func.grad`, `vmap` or `jvp`, nor in forward mode: give these the model itself"
+        )
 
 
 def _without_plan(request: Request) -> Request:

@@ -21,6 +21,7 @@ from torch import fx
 from backhaul.errors import BackhaulError, CaptureError
 from backhaul.passes.mutated_inputs import save_mutated_inputs_as_copies
 from backhaul.passes.pipeline import Work
+from backhaul.passes.refused_backwards import refuse_other_backwards
 from backhaul.passes.step_graphs import StepGraphs
 from backhaul.passes.torch_compat import (
     BackendCompilerFailed,
@@ -30,6 +31,7 @@ from backhaul.passes.torch_compat import (
     capture_settings,
     compile_whole,
     default_partition,
+    describe_outputs,
     describe_replayed_random_ops,
     make_backend,
     make_inductor_backend,
@@ -37,7 +39,7 @@ from backhaul.passes.torch_compat import (
     parameter_gradients,
     tracing_settings,
 )
-from backhaul.passes.unused_gradients import UnusedGradients
+from backhaul.passes.unused_gradients import UnusedGradients, compiled_node
 from backhaul.records import Executor
 
 __all__ = ["Capture", "CapturedGraph", "Graphs"]
@@ -148,6 +150,11 @@ class CapturedGraph:
 
     def compile(self, gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Any:
         """Return what runs a graph of Dynamo's."""
+        if any(isinstance(value, torch.Tensor) and value.is_nested for value in example_inputs):
+            raise CaptureError(
+                "a nested tensor cannot be planned, as its lengths differ in every batch: pad it, "
+                "and give the model a mask"
+            )
         self._parameters = {
             index
             for index, value in enumerate(example_inputs)
@@ -161,8 +168,11 @@ class CapturedGraph:
                 raise _DryRun
             since = autograd_time()
             results = compiled(*args)
-            if self._unused is not None:
-                self._unused.watch(results, since)
+            node = compiled_node(results, since)
+            if node is not None:
+                refuse_other_backwards(node)
+                if self._unused is not None:
+                    self._unused.watch(node)
             return results
 
         return run
@@ -187,6 +197,7 @@ class CapturedGraph:
         is_eager = self._graphs.executor == "eager"
         partition = default_partition if is_eager else min_cut_rematerialization_partition
         forward, backward = partition(joint, joint_inputs, **kwargs)
+        describe_outputs(forward, joint, kwargs["num_fwd_outputs"])
         results = parameter_gradients(backward, self._parameters)
         output_count = kwargs["num_fwd_outputs"]
         step = StepGraphs(forward, backward, output_count, results, self._graphs.executor)

@@ -46,8 +46,12 @@ __all__ = [
     "capture_settings",
     "compile_whole",
     "default_partition",
+    "describe_outputs",
     "describe_replayed_random_ops",
     "fake_mode_of",
+    "forward_mode_is_on",
+    "functional_transform_is_on",
+    "is_batched",
     "is_fusible",
     "is_mutation_of",
     "make_backend",
@@ -55,6 +59,7 @@ __all__ = [
     "min_cut_rematerialization_partition",
     "op_of",
     "parameter_gradients",
+    "running_node",
     "saved_tensor_hooks_are_on",
     "storage_id",
     "storage_nbytes",
@@ -327,9 +332,30 @@ def autograd_time() -> int:
     return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]  # not in the stubs
 
 
+def running_node() -> Any:
+    """Return the autograd node whose backward, or hook of it, this thread runs."""
+    return torch._C._current_autograd_node()
+
+
 def saved_tensor_hooks_are_on() -> bool:
     """Say whether `torch.autograd.graph.saved_tensors_hooks` would see what is saved now."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def functional_transform_is_on() -> bool:
+    """Say whether a transform of `torch.func`, as `grad` or `vmap`, is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def forward_mode_is_on() -> bool:
+    """Say whether `torch.autograd.forward_ad.dual_level` was entered."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def is_batched(value: torch.Tensor) -> bool:
+    """Say whether a tensor stands for many, as `vmap` makes it, new or old."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(value) or functorch.is_legacy_batchedtensor(value)
 
 
 def storage_id(value: torch.Tensor) -> int:
@@ -402,6 +428,20 @@ def fake_result(node: torch.fx.Node, fake_mode: FakeTensorMode) -> Any:
     fake_args, fake_kwargs = torch.fx.map_arg((args, node.kwargs), _fake_value)
     with fake_mode:
         return target(*fake_args, **fake_kwargs)
+
+
+def describe_outputs(
+    forward: torch.fx.GraphModule, joint: torch.fx.GraphModule, output_count: int
+) -> None:
+    """Say of a forward's outputs what they are, where the partitioner lost it.
+
+    It makes a new output node for a checkpointed region with random ops.
+    """
+    output = forward.graph.output_node()
+    if "desc" not in output.meta:
+        described = torch.utils._pytree.arg_tree_leaves(joint.graph.output_node().meta["desc"])
+        saved_count = len(output.args[0]) - output_count  # type: ignore[arg-type]  # a tuple
+        output.meta["desc"] = [*described[:output_count], *[None] * saved_count]
 
 
 def describe_replayed_random_ops(

@@ -17,7 +17,7 @@ from torch import fx
 
 from backhaul.passes.step_graphs import StepGraphs, results_of
 
-__all__ = ["UnusedGradients"]
+__all__ = ["UnusedGradients", "compiled_node"]
 
 COMPILED_NODE = "CompiledFunctionBackward"
 
@@ -34,17 +34,13 @@ class UnusedGradients:
         self._tangents_of_gradient = _tangents_of_gradients(step)
         self._unused = threading.local()
 
-    def watch(self, results: Iterable[Any], since: int) -> None:
-        """Note, when the backward of these results comes, which of them were not used.
+    def watch(self, node: Any) -> None:
+        """Note, when the backward of a call comes, which of its results were not used.
 
         Args:
-            results: What a call of the step returned.
-            since: `autograd_time()` before that call.
+            node: The call's `compiled_node`.
         """
-        if len(self._output_of_tangent) < 2:
-            return
-        node = _compiled_node(results, since)
-        if node is not None:
+        if len(self._output_of_tangent) > 1:
             node.register_prehook(self._note)
 
     def drop(self, gradients: list[Any]) -> list[Any]:
@@ -88,8 +84,12 @@ def _tangents_of_gradients(step: StepGraphs) -> list[frozenset[int]]:
     ]
 
 
-def _compiled_node(results: Iterable[Any], since: int) -> Any:
+def compiled_node(results: Iterable[Any], since: int) -> Any:
     """Find the autograd node of the compiled step behind its results, through views of them.
+
+    Args:
+        results: What a call of the step returned.
+        since: `autograd_time()` before that call.
 
     Hazard: behind a view of an input stands the node of whatever made the input, which may be
     another compiled step.  It is older than the call.
