@@ -103,7 +103,13 @@ def optimize(
         ValueError: An option has no meaning.
     """
     compression = compression_of(
-        lossless, error_budget, error_policy, warmup_steps, refresh_steps, activation_dtype
+        lossless,
+        error_budget,
+        error_policy,
+        warmup_steps,
+        refresh_steps,
+        activation_dtype,
+        executor,
     )
     request = request_of(
         memory_budget,
@@ -116,11 +122,6 @@ def optimize(
         activation_dtype,
         executor,
     )
-    if compression is not None and executor == "inductor":
-        raise ValueError(
-            'executor="inductor" has no error_budget yet: what its controller watches is '
-            'fused away; give executor="eager", or an activation_dtype'
-        )
     found = _link(model, link, spill_folder)
     return _prepared(model, sample_input, request, found, compression)
 

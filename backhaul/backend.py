@@ -9,7 +9,6 @@ that were used last are kept.
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import os
@@ -20,13 +19,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from backhaul.errors import CaptureError
 from backhaul.options import check_bounds_are_known, request_of
 from backhaul.passes.capture import CapturedGraph, Graphs
 from backhaul.passes.pipeline import Request, Work, run_pipeline
-from backhaul.passes.specialise import has_symbols, shapes_key, specialised
+from backhaul.passes.specialise import SymbolicGraph, has_symbols
 from backhaul.passes.step_graphs import StepGraphs
-from backhaul.passes.torch_compat import saved_tensor_hooks_are_on
 from backhaul.records import Plan
 from backhaul.runtime.default_link import link_of
 from backhaul.runtime.links import Link
@@ -41,8 +38,16 @@ OPTIONS_VARIABLE = "BACKHAUL_OPTIONS"
 SHAPES_KEPT = 16
 """Sets of shapes that a region with symbolic shapes keeps plans of."""
 
-_REQUESTED = tuple(inspect.signature(request_of).parameters)
-_NOT_FOR_REGIONS = ("held_bytes",)
+_REQUESTED = (
+    "memory_budget",
+    "activation_budget",
+    "max_slowdown",
+    "actions",
+    "planner",
+    "lossless",
+    "activation_dtype",
+    "executor",
+)
 
 
 def backend(
@@ -84,37 +89,19 @@ class _Region:
         given = dict(options)
         self._on_plan: Callable[[Plan], None] | None = given.pop("on_plan", None)
         folder = given.pop("spill_folder", None)
-        unknown = sorted(set(given) - set(_REQUESTED) | set(given) & set(_NOT_FOR_REGIONS))
+        unknown = sorted(set(given) - set(_REQUESTED))
         if unknown:
-            known = [name for name in _REQUESTED if name not in _NOT_FOR_REGIONS]
             raise ValueError(
                 f"options has {', '.join(unknown)}: give some of "
-                f"{', '.join([*known, 'spill_folder', 'on_plan'])}"
+                f"{', '.join([*_REQUESTED, 'spill_folder', 'on_plan'])}"
             )
         check_bounds_are_known(given.get("lossless", True), given.get("activation_dtype"))
-        defaults: dict[str, Any] = dict.fromkeys(
-            ("memory_budget", "activation_budget", "max_slowdown")
-        )
-        defaults |= {"planner": "frontier", "executor": "inductor"}
-        self._request: Request = request_of(**defaults | given)
+        self._request: Request = request_of(**{"executor": "inductor"} | given)
         self._link: Link = link_of((v for v in inputs if isinstance(v, torch.Tensor)), folder)
 
     def compiled(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph for the shapes of these inputs."""
-        graphs = Graphs(self._rewrite, self._request.executor)
-        compiled = CapturedGraph(graphs).compile(gm, inputs)
-
-        def run(*args: Any) -> Any:
-            moves = any(work.plan and work.plan.slots for work in graphs.works)
-            if moves and saved_tensor_hooks_are_on():
-                raise CaptureError(
-                    "saved-tensor hooks are on (as those of `save_on_cpu`, or of a checkpointed "
-                    "region around this one), and would see handles in place of the activations "
-                    "that the plan offloads: use one of the two, or actions without offload"
-                )
-            return compiled(*args)
-
-        return run
+        return CapturedGraph(Graphs(self._rewrite, self._request.executor)).compile(gm, inputs)
 
     def _rewrite(self, step: StepGraphs) -> Work:
         work = run_pipeline(Work(request=self._request, link=self._link, step=step))
@@ -130,17 +117,17 @@ class _Specialised:
 
     def __init__(self, region: _Region, gm: fx.GraphModule) -> None:
         self._region = region
-        self._gm = gm
+        self._graph = SymbolicGraph(gm)
         self._compiled_by_shapes: OrderedDict[tuple[Any, ...], Callable[..., Any]] = OrderedDict()
 
     def __call__(self, *args: Any) -> Any:
-        key = shapes_key(self._gm, args)
+        key = self._graph.key(args)
         compiled = self._compiled_by_shapes.pop(key, None)
         if compiled is None:
             if self._compiled_by_shapes:
                 sizes = [list(value.shape) for value in args if isinstance(value, torch.Tensor)]
                 _logger.warning("a region is planned for new shapes: %s", sizes)
-            compiled = self._region.compiled(specialised(self._gm, args), args)
+            compiled = self._region.compiled(self._graph.specialised(args), args)
         self._compiled_by_shapes[key] = compiled
         while len(self._compiled_by_shapes) > SHAPES_KEPT:
             self._compiled_by_shapes.popitem(last=False)

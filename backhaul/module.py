@@ -18,7 +18,6 @@ from backhaul.passes.step_graphs import StepGraphs
 from backhaul.passes.torch_compat import (
     forward_mode_is_on,
     functional_transform_is_on,
-    saved_tensor_hooks_are_on,
 )
 from backhaul.records import Plan
 from backhaul.report import print_report
@@ -77,7 +76,6 @@ class OptimizedModule(nn.Module):
         if not (model.training and torch.is_grad_enabled()):
             return model(*args, **kwargs)
         _check_no_transform(model)
-        self._check_no_saved_tensor_hooks()
         self._adapt()
         return self._run(self.__dict__["_capture"], args, kwargs)
 
@@ -228,14 +226,6 @@ class OptimizedModule(nn.Module):
     def _dials(self) -> list[Dials]:
         works: list[Work] = self.__dict__["_capture"].works
         return [work.session.dials for work in works if work.session]
-
-    def _check_no_saved_tensor_hooks(self) -> None:
-        """Refuse hooks that would copy what stands for an offloaded tensor, and lose its slot."""
-        if saved_tensor_hooks_are_on() and any(plan.slots for plan in self.plans):
-            raise CaptureError(
-                "saved-tensor hooks are on (as those of `save_on_cpu`), and would see handles in "
-                "place of the activations that the plan offloads: use one of the two, not both"
-            )
 
     def _first_work(self) -> Work:
         works: list[Work] = self.__dict__["_capture"].works

@@ -72,6 +72,7 @@ def compression_of(
     warmup_steps: int,
     refresh_steps: int,
     activation_dtype: torch.dtype | None,
+    executor: Executor,
 ) -> AdaptiveCompression | None:
     """Read the options of `optimize` that allow errors.
 
@@ -98,14 +99,19 @@ def compression_of(
                 "different ways to round: give one of them"
             )
         return None
+    if executor == "inductor":
+        raise ValueError(
+            'executor="inductor" has no error_budget yet: what its controller watches is '
+            'fused away; give executor="eager", or an activation_dtype'
+        )
     return compression
 
 
 def request_of(
-    memory_budget: Bytes,
-    activation_budget: Bytes,
-    max_slowdown: float | None,
-    planner: str | Planner,
+    memory_budget: Bytes = None,
+    activation_budget: Bytes = None,
+    max_slowdown: float | None = None,
+    planner: str | Planner = "frontier",
     actions: Collection[str] = tuple(ACTIONS),
     held_bytes: int = 0,
     lossless: bool = True,

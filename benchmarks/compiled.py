@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,45 @@ from backhaul.runtime.memory import measure_peak_bytes
 BUDGETS = (1.0, 0.7, 0.5, 0.3)
 CPU = torch.device("cpu")
 
-Step = Callable[[], None]
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """A training step without an optimizer.
+
+    Attributes:
+        model: Whose gradients it makes.
+        run: Calls the model.
+        sample: What with.
+        plan: What our plan does, or why there is none.
+        peak_bytes: Its peak above what lies there before it, once measured.
+        times_s: How long it took, each time.
+    """
+
+    model: nn.Module
+    run: Callable[[Tensor], Any]
+    sample: Tensor
+    plan: str = ""
+    peak_bytes: int = 0
+    times_s: list[float] = field(default_factory=list)
+
+    def __call__(self) -> None:
+        """Take the step."""
+        loss_of(self.run(self.sample)).backward()
+
+    def measure_peak(self) -> None:
+        """Find the peak, after steps that compile and warm up."""
+        self()
+        self()
+        self.model.zero_grad()
+        gc.collect()
+        self.peak_bytes = measure_peak_bytes(self, CPU).peak_bytes
+
+    def measure_time(self) -> None:
+        """Time one more step."""
+        self.model.zero_grad()
+        start_s = time.perf_counter()
+        self()
+        self.times_s.append(time.perf_counter() - start_s)
 
 
 def vision(name: str, size: int, batch: int) -> tuple[nn.Module, Tensor]:
@@ -66,16 +105,6 @@ def loss_of(output: Any) -> Tensor:
     return getattr(output, "logits", output).float().square().mean()
 
 
-def step_of(model: nn.Module, run: Callable[[Tensor], Any], sample: Tensor) -> Step:
-    """Make a training step without an optimizer."""
-
-    def step() -> None:
-        loss_of(run(sample)).backward()
-
-    step.model = model  # type: ignore[attr-defined]  # for its gradients
-    return step
-
-
 def compiled_step(name: str, scale: float, budget: float) -> Step:
     """Make a step of `torch.compile` under an activation budget."""
     model, sample = made(name, scale)
@@ -87,7 +116,7 @@ def compiled_step(name: str, scale: float, budget: float) -> Step:
     function = type(run)(run.__code__.replace(co_name=f"run_{budget}"), run.__globals__,
                          closure=run.__closure__)  # fmt: skip
     torch._dynamo.reset()
-    step = step_of(model, torch.compile(function, dynamic=False), sample)
+    step = Step(model, torch.compile(function, dynamic=False), sample)
     with functorch_config.patch(activation_memory_budget=budget):
         step()
     return step
@@ -103,7 +132,7 @@ def checkpointed_step(name: str, scale: float) -> Step:
                 plain, *args, use_reentrant=False, **kwargs
             )
         )
-    return step_of(model, model, sample)
+    return Step(model, model, sample)
 
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
@@ -135,11 +164,11 @@ def spilled_step(name: str, scale: float, folder: Path) -> Step:
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return model(sample)
 
-    return step_of(model, run, sample)
+    return Step(model, run, sample)
 
 
-def our_step(name: str, scale: float, peak_bytes: int) -> tuple[Step | None, str]:
-    """Make our step for a peak, measured as `peak_of` does, or say why there is none."""
+def our_step(name: str, scale: float, peak_bytes: int) -> Step:
+    """Make our step for a peak of these bytes; where there is none it has no peak, and says why."""
     model, sample = made(name, scale)
     held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), sample))
     try:
@@ -147,62 +176,38 @@ def our_step(name: str, scale: float, peak_bytes: int) -> tuple[Step | None, str
             model, sample, executor="inductor", memory_budget=peak_bytes + held
         )
     except BudgetError as error:
-        return None, str(error)
-    step = step_of(model, optimized, sample)
-    step.plan = optimized.plan  # type: ignore[attr-defined]
-    return step, optimized.plan.summary
-
-
-def peak_of(step: Any) -> int:
-    """Measure the peak of a step above what lies there before it."""
-    step.model.zero_grad()
-    gc.collect()
-    return measure_peak_bytes(step, CPU).peak_bytes
-
-
-def seconds(step: Any) -> float:
-    """Time a step."""
-    step.model.zero_grad()
-    start_s = time.perf_counter()
-    step()
-    return time.perf_counter() - start_s
+        return Step(model, model, sample, str(error))
+    step = Step(model, optimized, sample, optimized.plan.summary)
+    step.measure_peak()
+    return step
 
 
 def pairs_of(name: str, scale: float, rounds: int, folder: Path) -> Iterator[dict[str, Any]]:
     """Measure a model under every peer, and under us at every peer's peak."""
-    steps: dict[str, Any] = {
+    peers = {
         f"torch.compile, budget {budget}": compiled_step(name, scale, budget) for budget in BUDGETS
     }
     model, sample = made(name, scale)
-    steps["eager"] = step_of(model, model, sample)
-    steps["checkpoint per block"] = checkpointed_step(name, scale)
-    steps["hooks to disk"] = spilled_step(name, scale, folder)
-    ours: dict[str, Any] = {}
-    for peer, step in steps.items():
-        step()
-        step.peak = peak_of(step)
-        known = [each for each in ours.values() if each.budget == step.peak]
-        ours[peer], told = (known[0], known[0].told) if known else our_step(name, scale, step.peak)
-        if ours[peer] is None:
-            print(json.dumps({"model": name, "peer": peer, "ours": told}), flush=True)
-            del ours[peer]
-            continue
-        ours[peer].budget, ours[peer].told = step.peak, told
-        ours[peer]()
-        ours[peer]()
-        ours[peer].peak = peak_of(ours[peer])
-    times: dict[Any, list[float]] = {step: [] for step in (*steps.values(), *ours.values())}
+    peers["eager"] = Step(model, model, sample)
+    peers["checkpoint per block"] = checkpointed_step(name, scale)
+    peers["hooks to disk"] = spilled_step(name, scale, folder)
+    ours: dict[int, Step] = {}
+    for peer in peers.values():
+        peer.measure_peak()
+        if peer.peak_bytes not in ours:
+            ours[peer.peak_bytes] = our_step(name, scale, peer.peak_bytes)
+    timed = [*peers.values(), *(step for step in ours.values() if step.peak_bytes)]
     for _ in range(rounds):
-        for step, found in times.items():
-            found.append(seconds(step))
-    for peer, step in steps.items():
-        theirs_s = statistics.median(times[step])
-        line = {"model": name, "peer": peer, "peak": step.peak, "s": theirs_s}
-        if peer in ours:
-            ours_s = statistics.median(times[ours[peer]])
-            line |= {"our peak": ours[peer].peak, "our s": ours_s, "ratio": ours_s / theirs_s}
-            line |= {"our plan": ours[peer].told}
-        yield line
+        for step in timed:
+            step.measure_time()
+    for told, peer in peers.items():
+        theirs_s = statistics.median(peer.times_s)
+        line = {"model": name, "peer": told, "peak": peer.peak_bytes, "s": theirs_s}
+        our = ours[peer.peak_bytes]
+        if our.times_s:
+            ours_s = statistics.median(our.times_s)
+            line |= {"our peak": our.peak_bytes, "our s": ours_s, "ratio": ours_s / theirs_s}
+        yield {**line, "our plan": our.plan}
 
 
 def main() -> None:

@@ -37,6 +37,7 @@ from backhaul.passes.torch_compat import (
     make_inductor_backend,
     min_cut_rematerialization_partition,
     parameter_gradients,
+    saved_tensor_hooks_are_on,
     tracing_settings,
 )
 from backhaul.passes.unused_gradients import UnusedGradients, compiled_node
@@ -148,7 +149,9 @@ class CapturedGraph:
         self._identity = ""
         self._moves = False
 
-    def compile(self, gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Any:
+    def compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[torch.Tensor]
+    ) -> Callable[..., Any]:
         """Return what runs a graph of Dynamo's."""
         if any(isinstance(value, torch.Tensor) and value.is_nested for value in example_inputs):
             raise CaptureError(
@@ -166,6 +169,7 @@ class CapturedGraph:
         def run(*args: Any) -> Any:
             if self._graphs.are_dry:
                 raise _DryRun
+            self._check_no_saved_tensor_hooks()
             since = autograd_time()
             results = compiled(*args)
             node = compiled_node(results, since)
@@ -176,6 +180,15 @@ class CapturedGraph:
             return results
 
         return run
+
+    def _check_no_saved_tensor_hooks(self) -> None:
+        """Refuse hooks that would copy what stands for an offloaded tensor, and lose its slot."""
+        if self._moves and saved_tensor_hooks_are_on():
+            raise CaptureError(
+                "saved-tensor hooks are on (as those of `save_on_cpu`, or of a checkpointed region "
+                "around this graph), and would see handles in place of the activations that the "
+                "plan offloads: use one of the two, or actions without offload"
+            )
 
     def _backend(self) -> Callable[..., Any]:
         match self._graphs.executor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["has_symbols", "shapes_key", "specialised"]
+__all__ = ["SymbolicGraph", "has_symbols"]
 
 
 def has_symbols(inputs: Sequence[Any]) -> bool:
@@ -28,55 +28,71 @@ def has_symbols(inputs: Sequence[Any]) -> bool:
     return any(isinstance(length, torch.SymInt) for length in lengths)
 
 
-def shapes_key(gm: fx.GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    """Return what a specialised graph depends on; equal keys have one graph."""
-    numbers = dict(_numbers(gm, inputs))
-    return tuple(
-        numbers.get(node, _geometry(value))
-        for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True)
-    )
-
-
-def specialised(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """Return a copy of a graph in which the numbers among its inputs are constants.
+class SymbolicGraph:
+    """A graph of Dynamo's with symbolic shapes.
 
     Args:
-        gm: A graph of Dynamo's; left as it is.
-        inputs: What it is called with.
+        gm: The graph; left as it is.
     """
-    found = fx.GraphModule(gm, fx.Graph())
-    copies: dict[fx.Node, fx.Node] = {}
-    output = found.graph.graph_copy(gm.graph, copies)
-    found.graph.output(output)
-    for node, number in _numbers(gm, inputs):
-        copied = copies[node]
-        for reader in [copied] if isinstance(number, int) else _items(copied):
-            for user in list(reader.users):
-                user.args = _replaced(user.args, reader, number)
-                user.kwargs = _replaced(user.kwargs, reader, number)
-            if reader is not copied:
-                found.graph.erase_node(reader)
-    found.recompile()
-    return found
 
+    def __init__(self, gm: fx.GraphModule) -> None:
+        self._gm = gm
+        self._inputs = gm.graph.find_nodes(op="placeholder")
+        # Asked in every step, and the same in each.
+        self._is_read_as_number = [bool(_items(node)) for node in self._inputs]
 
-def _numbers(gm: fx.GraphModule, inputs: Sequence[Any]) -> list[tuple[fx.Node, Any]]:
-    """List the inputs that are numbers, with what they are."""
-    found: list[tuple[fx.Node, Any]] = []
-    for node, value in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
-        if isinstance(value, int):
-            found.append((node, value))
-        elif isinstance(value, torch.Tensor) and value.dim() == 0 and _items(node):
-            found.append((node, value.item()))
-    return found
+    def key(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        """Return what a specialised graph depends on; equal keys have one graph."""
+        return tuple(
+            _geometry(value) if number is None else number
+            for value, number in zip(inputs, self._numbers(inputs), strict=True)
+        )
 
+    def specialised(self, inputs: Sequence[Any]) -> fx.GraphModule:
+        """Return a copy in which the numbers among its inputs are constants.
 
-def _replaced(arguments: Any, node: fx.Node, number: Any) -> Any:
-    return fx.map_arg(arguments, lambda read: number if read is node else read)
+        Args:
+            inputs: What it is called with.
+        """
+        found = fx.GraphModule(self._gm, fx.Graph())
+        copies: dict[fx.Node, fx.Node] = {}
+        found.graph.output(found.graph.graph_copy(self._gm.graph, copies))
+        for node, number in zip(self._inputs, self._numbers(inputs), strict=True):
+            copied = copies[node]
+            if number is not None:
+                items = _items(copied)
+                for reader in items or [copied]:
+                    _replace(reader, number)
+                for item in items:
+                    found.graph.erase_node(item)
+        found.recompile()
+        return found
+
+    def _numbers(self, inputs: Sequence[Any]) -> list[int | float | None]:
+        """Return what each input is as a number, None if it is none."""
+        return [
+            value
+            if isinstance(value, int)
+            else value.item()
+            if is_number and value.dim() == 0
+            else None
+            for value, is_number in zip(inputs, self._is_read_as_number, strict=True)
+        ]
 
 
 def _items(node: fx.Node) -> list[fx.Node]:
     return [user for user in node.users if user.op == "call_method" and user.target == "item"]
+
+
+def _replace(node: fx.Node, number: float) -> None:
+    """Put a number where a node is read."""
+    for user in list(node.users):
+        user.args = _replaced(user.args, node, number)
+        user.kwargs = _replaced(user.kwargs, node, number)
+
+
+def _replaced(arguments: Any, node: fx.Node, number: float) -> Any:
+    return fx.map_arg(arguments, lambda read: number if read is node else read)
 
 
 def _geometry(value: Any) -> Any:

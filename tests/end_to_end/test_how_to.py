@@ -13,7 +13,11 @@ BLOCKS = [
     for page in PAGES
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
-NEEDED = {"from accelerate": "accelerate", "import lightning": "lightning"}
+NEEDED = {
+    "from accelerate": "accelerate",
+    "transformers.Trainer": "accelerate",
+    "import lightning": "lightning",
+}
 
 
 @pytest.mark.filterwarnings("default")  # Those of trainers are not ours.
@@ -22,7 +26,5 @@ def test_a_code_block_runs(block: str, tmp_path: Path, monkeypatch: pytest.Monke
     for text, package in NEEDED.items():
         if text in block:
             pytest.importorskip(package)
-    if "transformers.Trainer" in block:
-        pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)
     exec(compile(block, "block", "exec"), {"__name__": "__main__"})  # our own pages
