@@ -11,6 +11,9 @@
              y = reload_wait(y, h)
              grad = threshold_backward(tangent, y, 0)
 
+For a compiler, which lays tensors out as it likes, `x = laid_out(relu, nbytes)` stands before the
+offload, and both the offload and its wait read x.
+
 What is rounded reads its bound from the step, and finds its original there if it had no room:
 
     packed = quantise(relu, token, 0, *form)   ->  saved: packed, token

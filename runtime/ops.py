@@ -9,6 +9,10 @@ They are two-node asynchronous: a start and a wait.  A handle is a row of the st
     y = reload(h, size, stride, storage_offset, storage_nbytes, dtype, device)
     y = reload_wait(y, h)
 
+Where a compiler lays tensors out, the copy and its wait share what `laid_out` makes of x:
+
+    x = laid_out(x, storage_nbytes)
+
 What is rounded asks the step, too: for its bound, and for the original if there was no room.
 
     p = quantise(x, token, dial, *form)
