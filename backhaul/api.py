@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Iterator
 
 import torch
-from torch import nn
+from torch import distributed, nn
 
 from backhaul.compression import AdaptiveCompression, Policy
 from backhaul.errors import CaptureError
@@ -22,10 +22,12 @@ from backhaul.options import (
     request_of,
 )
 from backhaul.passes.fake_model import as_fake, is_meta
+from backhaul.passes.parallel import why_it_exchanges
 from backhaul.passes.pipeline import Request
 from backhaul.records import Executor, Plan
 from backhaul.runtime.default_link import default_link
 from backhaul.runtime.links import Link
+from backhaul.runtime.ranks import Ranks
 from backhaul.scheduler.hardware import load_hardware
 from backhaul.scheduler.planner import PLANNERS, Planner
 
@@ -51,6 +53,7 @@ def optimize(
     planner: str | Planner = "frontier",
     link: Link | None = None,
     spill_folder: str | os.PathLike[str] | None = None,
+    process_group: distributed.ProcessGroup | None = None,
 ) -> OptimizedModule:
     """Return a module that trains as the model does, in less device memory.
 
@@ -92,6 +95,11 @@ def optimize(
         link: Moves what is offloaded; by default pinned host memory for an accelerator, and a
             spill file for a CPU.
         spill_folder: Where the spill file lies, if the link is the default one.
+        process_group: Ranks that all call `optimize` now, each with its copy of the model, as
+            `torch.distributed.group.WORLD`.  They measure at the same time, so that each sees
+            its share of the link, and train by the plan of the first if their graphs are the
+            same; an error of one is raised by all.  New shapes are planned by each rank alone.
+            None plans for this rank alone.
 
     Returns:
         A module that is called and trained as the original.
@@ -122,8 +130,14 @@ def optimize(
         activation_dtype,
         executor,
     )
-    found = _link(model, link, spill_folder)
-    return _prepared(model, sample_input, request, found, compression)
+    ranks = _ranks(process_group)
+    if ranks is None:
+        found = _link(model, link, spill_folder)
+        return _prepared(model, sample_input, request, found, compression)
+    with ranks:
+        request = dataclasses.replace(request, ranks_here_count=ranks.count_on_this_host())
+        found = _link(model, link, spill_folder)
+        return _prepared(model, sample_input, request, found, compression, ranks)
 
 
 def plan(
@@ -233,6 +247,7 @@ def _prepared(
     request: Request,
     link: Link,
     compression: AdaptiveCompression | None = None,
+    ranks: Ranks | None = None,
 ) -> OptimizedModule:
     """Make the module and capture its step for the sample, leaving no trace in the model."""
     _check_model(model)
@@ -243,6 +258,7 @@ def _prepared(
         if is_meta(model):
             _check_only_planned(model, request)
             captured, (args, kwargs) = as_fake(model, (args, kwargs))
+        module.__dict__["_ranks"] = ranks
         module.__dict__["_capture"].prepare(captured, args, kwargs)
     if not module.__dict__["_capture"].works:
         raise CaptureError(
@@ -260,6 +276,8 @@ def _check_model(model: nn.Module) -> None:
                 f"{type(model).__name__} cannot be optimized: {where} already is; optimize the "
                 "whole model once"
             )
+    if exchanges := why_it_exchanges(model):
+        raise CaptureError(exchanges)
 
 
 def _check_only_planned(model: nn.Module, request: Request) -> None:
@@ -269,6 +287,16 @@ def _check_only_planned(model: nn.Module, request: Request) -> None:
             "trained: give it weights with `to_empty`, or plan it for other hardware with "
             'backhaul.plan(..., hardware="h200")'
         )
+
+
+def _ranks(group: distributed.ProcessGroup | None) -> Ranks | None:
+    """Return the ranks of a group, None if there is but one."""
+    if group is not None and not isinstance(group, distributed.ProcessGroup):
+        raise TypeError(
+            f"process_group is a {type(group).__name__}: give a ProcessGroup that this rank "
+            "belongs to, as torch.distributed.group.WORLD"
+        )
+    return Ranks(group) if group is not None and group.size() > 1 else None
 
 
 def _link(model: nn.Module, link: Link | None, spill_folder: str | os.PathLike[str] | None) -> Link:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "BackhaulError",
     "BudgetError",
@@ -14,7 +16,10 @@ __all__ = [
 
 
 class BackhaulError(Exception):
-    """Root of every error that this package raises on purpose."""
+    """Root of every error that this package raises on purpose; other processes may be told it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), self.args, self.__dict__)
 
 
 class CaptureError(BackhaulError, ValueError):
@@ -69,3 +74,9 @@ class TransferError(BackhaulError, RuntimeError):
 
 class InternalError(BackhaulError, RuntimeError):
     """A fault in this package: please report it with the message."""
+
+
+def _rebuilt(cls: type[BackhaulError], args: tuple[Any, ...], state: Any) -> BackhaulError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(state)
+    return error

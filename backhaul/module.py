@@ -154,7 +154,11 @@ class OptimizedModule(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set on the model what the wrapper has neither as its own nor as a property."""
-        is_own = name in self.__dict__ or isinstance(getattr(type(self), name, None), property)
+        is_own = (
+            name in self.__dict__
+            or name == "__class__"  # as `fully_shard` sets it
+            or isinstance(getattr(type(self), name, None), property)
+        )
         if "_model" not in self.__dict__ or is_own:
             super().__setattr__(name, value)
         else:
@@ -249,6 +253,8 @@ class OptimizedModule(nn.Module):
                 link=self.__dict__["_link"],
                 step=step,
                 observer=compression.observer if compression else None,
+                # Other ranks take part in the first capture alone, inside of `optimize`.
+                ranks=self.__dict__.pop("_ranks", None),
             )
         )
         if compression is not None and work.description is not None:

@@ -20,6 +20,7 @@ from torch import fx
 
 from backhaul.errors import BackhaulError, CaptureError
 from backhaul.passes.mutated_inputs import save_mutated_inputs_as_copies
+from backhaul.passes.parallel import why_it_exchanges
 from backhaul.passes.pipeline import Work
 from backhaul.passes.refused_backwards import refuse_other_backwards
 from backhaul.passes.step_graphs import StepGraphs
@@ -81,7 +82,8 @@ class Capture:
             ) from error
         except TorchDynamoException as error:
             raise CaptureError(
-                f"{type(module).__name__} cannot be captured as one graph: {error}"
+                why_it_exchanges(module)
+                or f"{type(module).__name__} cannot be captured as one graph: {error}"
             ) from error
 
     def prepare(self, module: torch.nn.Module, args: Sequence[Any], kwargs: Any) -> None:

@@ -12,9 +12,11 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from backhaul.passes.checkpoints import find_checkpoints
 from backhaul.passes.codec_choice import Readers, can_be_rounded, codec_for
@@ -465,7 +467,7 @@ def _fingerprint(step: StepGraphs) -> str:
     for gm in (step.forward, step.backward):
         index = {node: i for i, node in enumerate(gm.graph.nodes)}
         for node in gm.graph.nodes:
-            args = fx.map_arg((node.args, node.kwargs), _numbered(index))
+            args = map_aggregate((node.args, node.kwargs), _numbered(index))
             geometry = [
                 (tuple(value.size()), _strides(value), str(value.dtype), value.device.type)
                 for value in tensors_of(node)
@@ -478,6 +480,15 @@ def _strides(value: torch.Tensor) -> tuple[int, ...] | str:
     return tuple(value.stride()) if value.layout is torch.strided else str(value.layout)
 
 
-def _numbered(index: dict[fx.Node, int]) -> Callable[[fx.Node], str]:
-    """Name nodes by where they stand, as their own names may differ between captures."""
-    return lambda node: f"%{index[node]}"
+def _numbered(index: dict[fx.Node, int]) -> Callable[[Any], Any]:
+    """Name nodes by where they stand, as their own names may differ between captures.
+
+    Which of its devices a rank computes on is not said, either.
+    """
+
+    def numbered(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            return f"%{index[value]}"
+        return torch.device(value.type) if isinstance(value, torch.device) else value
+
+    return numbered

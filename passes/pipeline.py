@@ -1,8 +1,10 @@
 """From a captured step to the step that runs: one list of passes, each with one job.
 
     describe   what the step is made of, as records
+    meet       until all ranks are here, if there are many
     measure    what each op, codec and copy costs on this machine
     choose     what happens to every saved activation
+    agree      on the plan of the first rank, if all have the same step
     insert     the choice, as nodes
     verify     the rules that keep gradients exact
 
@@ -47,6 +49,7 @@ from backhaul.runtime.links import Link
 from backhaul.runtime.measure_link import measure_link
 from backhaul.runtime.measure_ops import OpCache, device_name, measure_ops
 from backhaul.runtime.observer import Observer, Read
+from backhaul.runtime.ranks import Ranks
 from backhaul.runtime.session import Session
 from backhaul.scheduler.hardware import HardwareProfile, modelled_machine
 from backhaul.scheduler.planner import Planner
@@ -74,6 +77,7 @@ class Request:
         error_bounds: How tensors may be rounded.
         cast_dtype: What tensors may be cast to.
         executor: What runs the graphs.
+        ranks_here_count: How many ranks train on this host, and share its link and its memory.
     """
 
     kind: str
@@ -87,6 +91,7 @@ class Request:
     error_bounds: tuple[ErrorBound, ...] = ()
     cast_dtype: torch.dtype | None = None
     executor: Executor = "eager"
+    ranks_here_count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +107,7 @@ class Work:
         plan: The choice, once made.
         session: The owner of the host slots, once nodes are inserted.
         observer: Watches how errors of activations would reach gradients, if errors are allowed.
+        ranks: All that send a step through the pipeline now; None if this rank does so alone.
     """
 
     request: Request
@@ -112,6 +118,7 @@ class Work:
     plan: Plan | None = None
     session: Session | None = None
     observer: Observer | None = None
+    ranks: Ranks | None = None
 
     @property
     def identity(self) -> str:
@@ -129,6 +136,16 @@ def describe_step(work: Work) -> Work:
     )
 
 
+def meet_ranks(work: Work) -> Work:
+    """Wait for all ranks: those of one host share its memory and its link, and measure their share.
+
+    A link that one rank measured alone would be promised to each of them.
+    """
+    if work.ranks is not None:
+        work.ranks.gather(None)
+    return work
+
+
 def measure_machine(work: Work) -> Work:
     """Measure every distinct op, every codec, and the link, or model them for other hardware.
 
@@ -143,12 +160,13 @@ def measure_machine(work: Work) -> Work:
         modelled = modelled_machine(work.request.hardware, works, torch.__version__)
         return replace(work, machine=modelled)
     device = step_device(work.step)
-    cache = OpCache(device)
+    cache = OpCache(device, rank_count=work.request.ranks_here_count)
+    link = measure_link(work.link, device, cache=cache)
     machine = MachineProfile(
         device=device_name(device),
         torch_version=torch.__version__,
         alignment_bytes=allocator_alignment_bytes(device),
-        link=measure_link(work.link, device, cache=cache),
+        link=replace(link, capacity_bytes=link.capacity_bytes // work.request.ranks_here_count),
         ops=measure_ops(work.description.calls, device, cache=cache),
         codec_kernels=_codec_kernels(work.description.record, work.request.error_bounds, device),
     )
@@ -183,6 +201,18 @@ def choose_plan(work: Work) -> Work:
     return replace(work, plan=work.request.planner(graph, work.machine, budget))
 
 
+def agree_on_plan(work: Work) -> Work:
+    """Take the plan of the first rank, so that no rank waits for one that planned otherwise."""
+    assert work.plan is not None
+    if work.ranks is None:
+        return work
+    graph_count = len(set(work.ranks.gather(work.plan.graph.fingerprint)))
+    if graph_count > 1:
+        _logger.warning("each rank has a plan of its own, as they have %d graphs", graph_count)
+        return work
+    return replace(work, plan=work.ranks.first(work.plan))
+
+
 def insert_nodes(work: Work) -> Work:
     """Write the plan into the graphs and open the session that owns its slots."""
     assert work.plan is not None and work.description is not None
@@ -208,8 +238,10 @@ def verify_step(work: Work) -> Work:
 
 PIPELINE: tuple[tuple[str, Callable[[Work], Work]], ...] = (
     ("describe", describe_step),
+    ("meet", meet_ranks),
     ("measure", measure_machine),
     ("choose", choose_plan),
+    ("agree", agree_on_plan),
     ("insert", insert_nodes),
     ("verify", verify_step),
 )

@@ -23,19 +23,23 @@ _SCHEMA = 4
 
 
 class OpCache:
-    """Measured costs on disk, one file for each device, torch version and thread count.
+    """Measured costs on disk, one file for each device, torch version, and thread and rank count.
 
     Processes may share a file: each writes a whole one and puts it in place at once, with what
     the others have put there since.  A file that cannot be read is started anew.
 
     Args:
         device: The device that the costs belong to.
+        rank_count: How many processes measure and train beside each other.
         directory: Where the file is; by default `$BACKHAUL_CACHE_DIR`, or `backhaul` in the
             user's cache directory.
     """
 
-    def __init__(self, device: torch.device, directory: Path | None = None) -> None:
+    def __init__(
+        self, device: torch.device, directory: Path | None = None, *, rank_count: int = 1
+    ) -> None:
         name = f"{device_name(device)} torch {torch.__version__} threads {torch.get_num_threads()}"
+        name += f" ranks {rank_count}" if rank_count > 1 else ""
         file_name = re.sub(r"[^\w.+-]+", "-", name) + ".json"
         self.path = (directory or _cache_directory()) / file_name
         self._cost_by_key = self._read()
