@@ -12,18 +12,38 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from backhaul.api import apply, optimize, plan
     from backhaul.module import OptimizedModule
-    from backhaul.records import Plan
+    from backhaul.module_policy import policy
+    from backhaul.passes.policy import keep
+    from backhaul.records import Compress, Keep, Offload, Plan, Recompute
 
 __version__ = "0.1.0"
 
-__all__ = ["OptimizedModule", "Plan", "apply", "optimize", "plan"]
+__all__ = [
+    "Compress",
+    "Keep",
+    "Offload",
+    "OptimizedModule",
+    "Plan",
+    "Recompute",
+    "apply",
+    "keep",
+    "optimize",
+    "plan",
+    "policy",
+]
 
 _HOME = {
+    "Compress": "backhaul.records",
+    "Keep": "backhaul.records",
+    "Offload": "backhaul.records",
     "OptimizedModule": "backhaul.module",
     "Plan": "backhaul.records",
+    "Recompute": "backhaul.records",
     "apply": "backhaul.api",
+    "keep": "backhaul.passes.policy",
     "optimize": "backhaul.api",
     "plan": "backhaul.api",
+    "policy": "backhaul.module_policy",
 }
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import distributed, nn
@@ -13,6 +14,7 @@ from torch import distributed, nn
 from backhaul.compression import AdaptiveCompression, Policy
 from backhaul.errors import CaptureError
 from backhaul.module import OptimizedModule
+from backhaul.module_policy import check_policy_matches
 from backhaul.options import (
     Bytes,
     SampleInput,
@@ -24,7 +26,7 @@ from backhaul.options import (
 from backhaul.passes.fake_model import as_fake, is_meta
 from backhaul.passes.parallel import why_it_exchanges
 from backhaul.passes.pipeline import Request
-from backhaul.records import Executor, Plan
+from backhaul.records import Executor, ModulePolicy, Plan
 from backhaul.runtime.default_link import default_link
 from backhaul.runtime.links import Link
 from backhaul.runtime.ranks import Ranks
@@ -50,6 +52,7 @@ def optimize(
     actions: Collection[str] = ("compress", "offload", "recompute"),
     held_bytes: int = 0,
     executor: Executor = "eager",
+    policy: ModulePolicy | Mapping[str, Any] | None = None,
     planner: str | Planner = "frontier",
     link: Link | None = None,
     spill_folder: str | os.PathLike[str] | None = None,
@@ -91,6 +94,8 @@ def optimize(
         executor: `eager` runs torch's own kernels, as the model does without us, and gradients are
             bit-equal to the model's; `inductor` runs what Inductor compiles, and gradients are as
             close to the model's as those of `torch.compile`.
+        policy: What to do with the activations that single modules save, whatever it costs, as
+            `{"layers.0.*": backhaul.Keep, "*.attn": backhaul.Recompute}`; see `backhaul.policy`.
         planner: Name in `PLANNERS`, or a function of graph, machine and budget.
         link: Moves what is offloaded; by default pinned host memory for an accelerator, and a
             spill file for a CPU.
@@ -129,6 +134,7 @@ def optimize(
         lossless,
         activation_dtype,
         executor,
+        policy,
     )
     ranks = _ranks(process_group)
     if ranks is None:
@@ -153,6 +159,7 @@ def plan(
     actions: Collection[str] = ("compress", "offload", "recompute"),
     held_bytes: int = 0,
     executor: Executor = "eager",
+    policy: ModulePolicy | Mapping[str, Any] | None = None,
     planner: str | Planner = "frontier",
     link: Link | None = None,
     spill_folder: str | os.PathLike[str] | None = None,
@@ -176,6 +183,7 @@ def plan(
         actions: As for `optimize`.
         held_bytes: As for `optimize`.
         executor: As for `optimize`.
+        policy: As for `optimize`.
         planner: As for `optimize`.
         link: As for `optimize`; not used for other hardware.
         spill_folder: As for `optimize`; not used for other hardware.
@@ -195,6 +203,7 @@ def plan(
         lossless,
         activation_dtype,
         executor,
+        policy,
     )
     if hardware is not None:
         request = dataclasses.replace(request, hardware=load_hardware(hardware))
@@ -251,6 +260,7 @@ def _prepared(
 ) -> OptimizedModule:
     """Make the module and capture its step for the sample, leaving no trace in the model."""
     _check_model(model)
+    check_policy_matches(request.policy, model)
     module = OptimizedModule(model, request, link, compression)
     with _same_random_state(model), _training_mode(model), torch.enable_grad():
         args, kwargs = arguments_of(sample_input)

@@ -47,6 +47,7 @@ _REQUESTED = (
     "lossless",
     "activation_dtype",
     "executor",
+    "policy",
 )
 
 
@@ -65,7 +66,8 @@ def backend(
         mode: Has no meaning here.
         options: `memory_budget`, `activation_budget`, `max_slowdown`, `actions`, `planner`,
             `lossless` with an `activation_dtype`, and `executor`, as for `backhaul.optimize`, where
-            `executor` is `inductor` unless it is given; `spill_folder`; and `on_plan`, which is
+            `executor` is `inductor` unless it is given; a `policy`, of which a pattern that matches
+            nothing in a region does nothing there; `spill_folder`; and `on_plan`, which is
             called with the `Plan` of each region and shape.  Those in the environment variable
             `BACKHAUL_OPTIONS`, as JSON, hold where none are given.
 
@@ -101,7 +103,7 @@ class _Region:
 
     def compiled(self, gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph for the shapes of these inputs."""
-        return CapturedGraph(Graphs(self._rewrite, self._request.executor)).compile(gm, inputs)
+        return CapturedGraph(Graphs(self._rewrite, self._request)).compile(gm, inputs)
 
     def _rewrite(self, step: StepGraphs) -> Work:
         work = run_pipeline(Work(request=self._request, link=self._link, step=step))

@@ -68,7 +68,7 @@ class OptimizedModule(nn.Module):
         own["_request"] = request
         own["_link"] = link
         own["_compression"] = compression
-        own["_capture"] = Capture(self._rewrite, request.executor)
+        own["_capture"] = Capture(self._rewrite, request)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model: as planned if it trains, plainly if it does not."""
@@ -225,7 +225,7 @@ class OptimizedModule(nn.Module):
                 dials.turn([bound_by_tensor[name] for name in dials.names])
         else:
             own["_request"] = dataclasses.replace(own["_request"], plan=None, known=())
-            own["_capture"] = Capture(self._rewrite, own["_request"].executor)
+            own["_capture"] = Capture(self._rewrite, own["_request"])
 
     def _dials(self) -> list[Dials]:
         works: list[Work] = self.__dict__["_capture"].works

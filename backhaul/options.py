@@ -10,8 +10,9 @@ import torch
 
 from backhaul.compression import DEFAULT_ERROR_BUDGET, AdaptiveCompression, Policy
 from backhaul.errors import CaptureError
+from backhaul.module_policy import policy as policy_of
 from backhaul.passes.pipeline import Request
-from backhaul.records import Executor
+from backhaul.records import Executor, ModulePolicy
 from backhaul.runtime.casts import CAST_DTYPES
 from backhaul.scheduler.planner import PLANNERS, Planner, planner_of
 from backhaul.scheduler.ways import ALL_WAYS, Way
@@ -117,6 +118,7 @@ def request_of(
     lossless: bool = True,
     activation_dtype: torch.dtype | None = None,
     executor: Executor = "eager",
+    policy: ModulePolicy | Mapping[str, Any] | None = None,
 ) -> Request:
     """Read the options of `optimize`.
 
@@ -141,6 +143,10 @@ def request_of(
             raise ValueError(
                 f"planner={planner!r} treats every tensor alike and asks for no {given[0]}: give "
                 "one of the two"
+            )
+        if planner != "frontier" and policy:
+            raise ValueError(
+                f"planner={planner!r} treats every tensor alike: do not give a policy, too"
             )
         ways = _ways_of(actions)
         if planner == "frontier":
@@ -169,6 +175,7 @@ def request_of(
         held_bytes=held_bytes,
         cast_dtype=activation_dtype,
         executor=executor,
+        policy=policy if isinstance(policy, ModulePolicy) else policy_of(policy or {}),
     )
 
 

@@ -8,6 +8,7 @@ indices into `GraphRecord.ops`, forward first.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import os
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from backhaul.serial import SerialError, from_json, to_json
 
 __all__ = [
     "Action",
+    "Ask",
+    "Asked",
     "Budget",
     "CodecRecord",
     "Compress",
@@ -31,6 +34,7 @@ __all__ = [
     "MachineProfile",
     "Measured",
     "Mode",
+    "ModulePolicy",
     "Offload",
     "OpCost",
     "OpRecord",
@@ -40,6 +44,7 @@ __all__ = [
     "Recipe",
     "Recompute",
     "Role",
+    "Rule",
     "SlotRecord",
     "Source",
     "TensorRecord",
@@ -53,7 +58,10 @@ Executor = Literal["eager", "inductor"]
 """What runs a step: torch's own kernels, one after the other, or what Inductor compiles."""
 
 Role = Literal["input", "saved", "checkpoint", "temporary", "output", "tangent", "gradient"]
-SCHEMA_VERSION = "1.5"
+Asked = Literal["keep", "compress", "offload", "recompute"]
+"""What a policy may ask of a tensor; to offload it may pack it first."""
+
+SCHEMA_VERSION = "1.6"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +142,62 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What the user asks of one tensor, and where.
+
+    Attributes:
+        action: What is to happen to it.
+        by: Who asks, as it stands in a reason.
+    """
+
+    action: Asked
+    by: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What the user asks of the tensors that some modules make.
+
+    Attributes:
+        pattern: Shell-style pattern of paths of modules, as `named_modules` has them; a module's
+            own modules belong to it.
+        action: What is to happen to what they save.
+    """
+
+    pattern: str
+    action: Asked
+
+    @property
+    def name(self) -> str:
+        """Name the rule, as it stands in a reason."""
+        return f"the policy for {self.pattern!r}"
+
+    def applies_to(self, module: str) -> bool:
+        """Say whether the pattern matches the path of a module, or of one that it lies in."""
+        parts = module.split(".")
+        paths = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        return any(fnmatch.fnmatchcase(path, self.pattern) for path in paths)
+
+
+@dataclass(frozen=True, slots=True)
+class ModulePolicy:
+    """What the user asks of the tensors that single modules make; of two rules, the later one.
+
+    Attributes:
+        rules: The rules.
+    """
+
+    rules: tuple[Rule, ...] = ()
+
+    def ask_for(self, module: str) -> Ask | None:
+        """Return what is asked of a tensor that a module makes, by its path."""
+        for rule in reversed(self.rules):
+            if rule.applies_to(module):
+                return Ask(action=rule.action, by=rule.name)
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRecord:
     """One storage of the step, with its live range when everything is kept.
 
@@ -153,6 +217,7 @@ class TensorRecord:
         codecs: The codecs that keep every backward use of it exact.
         recipe: How the backward can compute it again, if it can.
         pinned_because: Why it may not leave the device; empty when it may.
+        asked: What the user asks of it; None leaves it to the planner.
     """
 
     name: str
@@ -169,6 +234,7 @@ class TensorRecord:
     codecs: tuple[CodecRecord, ...] = ()
     recipe: Recipe | None = None
     pinned_because: str = ""
+    asked: Ask | None = None
 
     @property
     def is_movable(self) -> bool:

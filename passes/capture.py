@@ -21,7 +21,8 @@ from torch import fx
 from backhaul.errors import BackhaulError, CaptureError
 from backhaul.passes.mutated_inputs import save_mutated_inputs_as_copies
 from backhaul.passes.parallel import why_it_exchanges
-from backhaul.passes.pipeline import Work
+from backhaul.passes.pipeline import Request, Work
+from backhaul.passes.policy import save_what_is_asked_for
 from backhaul.passes.refused_backwards import refuse_other_backwards
 from backhaul.passes.step_graphs import StepGraphs
 from backhaul.passes.torch_compat import (
@@ -42,7 +43,6 @@ from backhaul.passes.torch_compat import (
     tracing_settings,
 )
 from backhaul.passes.unused_gradients import UnusedGradients, compiled_node
-from backhaul.records import Executor
 
 __all__ = ["Capture", "CapturedGraph", "Graphs"]
 
@@ -54,11 +54,11 @@ class Capture:
 
     Args:
         rewrite: Turns a captured step into the one that runs; a bound method, held weakly.
-        executor: What runs the graphs.
+        request: What the user asked for.
     """
 
-    def __init__(self, rewrite: Rewrite, executor: Executor) -> None:
-        self._graphs = Graphs(rewrite, executor)
+    def __init__(self, rewrite: Rewrite, request: Request) -> None:
+        self._graphs = Graphs(rewrite, request)
         self._compiled = compile_whole(_own_copy_of(_call_module), _Backend(self._graphs))
         # Dynamo keeps what it compiled; the sessions and their link go with the module.
         weakref.finalize(self, self._graphs.works.clear).atexit = False
@@ -123,12 +123,13 @@ class Graphs:
 
     Args:
         rewrite: See `Capture`.
-        executor: What runs the graphs.
+        request: What the user asked for.
     """
 
-    def __init__(self, rewrite: Rewrite, executor: Executor) -> None:
+    def __init__(self, rewrite: Rewrite, request: Request) -> None:
         self._rewrite = weakref.WeakMethod(rewrite)
-        self.executor = executor
+        self.executor = request.executor
+        self.policy = request.policy
         self.are_dry = False
         self.works: list[Work] = []
 
@@ -210,6 +211,7 @@ class CapturedGraph:
         self, joint: fx.GraphModule, joint_inputs: Any, **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         is_eager = self._graphs.executor == "eager"
+        save_what_is_asked_for(joint, self._graphs.policy, self._graphs.executor)
         partition = default_partition if is_eager else min_cut_rematerialization_partition
         forward, backward = partition(joint, joint_inputs, **kwargs)
         describe_outputs(forward, joint, kwargs["num_fwd_outputs"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,11 +22,13 @@ from backhaul.passes.codec_choice import Readers, can_be_rounded, codec_for
 from backhaul.passes.fusion import Fusion
 from backhaul.passes.linear_reads import LinearRead, linear_reads_of
 from backhaul.passes.op_calls import call_of
+from backhaul.passes.policy import asked_of, why_it_cannot_be
 from backhaul.passes.recipes import Recipes
 from backhaul.passes.step_graphs import (
     StepGraphs,
     Storages,
     is_alias_op,
+    module_of,
     nbytes_of,
     results_of,
     tensors_of,
@@ -37,6 +38,7 @@ from backhaul.records import (
     CodecRecord,
     ErrorBound,
     GraphRecord,
+    ModulePolicy,
     OpCost,
     OpRecord,
     Role,
@@ -49,7 +51,6 @@ __all__ = [
     "Roundable",
     "describe",
     "keep_what_breaks_its_promise",
-    "module_of",
     "step_device",
     "view_chain",
 ]
@@ -102,6 +103,7 @@ def describe(
     held_bytes: int = 0,
     error_bounds: Iterable[ErrorBound] | None = None,
     cast_dtype: torch.dtype | None = None,
+    policy: ModulePolicy | None = None,
 ) -> Description:
     """Describe the step that keeps everything.
 
@@ -111,8 +113,9 @@ def describe(
         error_bounds: How tensors may be rounded; those that cannot be are left exact.  None if
             no error is allowed, and it is of no interest what could be.
         cast_dtype: What tensors that may be rounded may be cast to instead.
+        policy: What is asked of single modules.
     """
-    survey = _Survey(step, error_bounds, cast_dtype)
+    survey = _Survey(step, error_bounds, cast_dtype, policy or ModulePolicy())
     calls = [survey.call_of(node) for node in survey.ops]
     tensors, codec_calls = survey.tensors()
     record = GraphRecord(
@@ -181,16 +184,6 @@ def keep_what_breaks_its_promise(
     return replace(record, tensors=tuple(map(checked, record.tensors)))
 
 
-def module_of(node: fx.Node) -> str:
-    """Return the path of the module that a node comes from, empty for the root."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
-    path = re.sub(r"^L\['\w+'\]\.?", "", path)
-    return re.sub(r"\._modules\['([^']*)'\]", r".\1", path).lstrip(".")
-
-
 def view_chain(view: fx.Node, base: fx.Node, storages: Storages, key: int) -> list[fx.Node] | None:
     """List the nodes that make a view from its base, or None if they need more than the base."""
     chain: list[fx.Node] = []
@@ -212,8 +205,10 @@ class _Survey:
         step: StepGraphs,
         error_bounds: Iterable[ErrorBound] | None,
         cast_dtype: torch.dtype | None,
+        policy: ModulePolicy,
     ) -> None:
         self._step = step
+        self._policy = policy
         self._error_bounds = {given.tensor: given for given in error_bounds or ()}
         self._cast_dtype = cast_dtype
         self._is_watched = error_bounds is not None
@@ -318,6 +313,10 @@ class _Survey:
         codec, calls = self._codec(base, key) if role == "saved" else (None, ())
         pinned_because = self._pinned_because(base, key, role, bool(backward_uses))
         is_free = role in ("saved", "checkpoint") and not pinned_because
+        recipe = self._recipes.recipe_for(base) if is_free else None
+        asked = asked_of(base, self._policy) if is_free and role == "saved" else None
+        if asked is not None:
+            pinned_because = why_it_cannot_be(asked, codec, recipe)
         record = TensorRecord(
             name=base.name,
             module=module_of(base),
@@ -331,8 +330,9 @@ class _Survey:
             last_forward_use=max(self._touched(forward_holders), default=-1),
             first_backward_use=min(backward_uses, default=-1),
             codecs=(codec,) if codec else (),
-            recipe=self._recipes.recipe_for(base) if is_free else None,
+            recipe=recipe,
             pinned_because=pinned_because,
+            asked=asked,
         )
         return record, calls
 

@@ -18,7 +18,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -39,6 +39,7 @@ from backhaul.records import (
     Executor,
     GraphRecord,
     MachineProfile,
+    ModulePolicy,
     Plan,
 )
 from backhaul.runtime.block_kernels import BLOCK
@@ -77,6 +78,7 @@ class Request:
         error_bounds: How tensors may be rounded.
         cast_dtype: What tensors may be cast to.
         executor: What runs the graphs.
+        policy: What is asked of single modules.
         ranks_here_count: How many ranks train on this host, and share its link and its memory.
     """
 
@@ -91,6 +93,7 @@ class Request:
     error_bounds: tuple[ErrorBound, ...] = ()
     cast_dtype: torch.dtype | None = None
     executor: Executor = "eager"
+    policy: ModulePolicy = field(default_factory=ModulePolicy)
     ranks_here_count: int = 1
 
 
@@ -132,7 +135,9 @@ def describe_step(work: Work) -> Work:
     error_bounds = request.error_bounds if work.observer else None
     return replace(
         work,
-        description=describe(work.step, request.held_bytes, error_bounds, request.cast_dtype),
+        description=describe(
+            work.step, request.held_bytes, error_bounds, request.cast_dtype, request.policy
+        ),
     )
 
 
@@ -198,7 +203,17 @@ def choose_plan(work: Work) -> Work:
     if given is not None:
         return replace(work, plan=given)
     budget = _budget(work.request, graph, work.machine, step_device(work.step))
-    return replace(work, plan=work.request.planner(graph, work.machine, budget))
+    plan = work.request.planner(graph, work.machine, budget)
+    return replace(
+        work, plan=replace(plan, summary=plan.summary + _idle_rules(work.request, graph))
+    )
+
+
+def _idle_rules(request: Request, graph: GraphRecord) -> str:
+    """Say which rules of the policy found nothing to ask for."""
+    asking = {tensor.asked.by for tensor in graph.tensors if tensor.asked is not None}
+    idle = [rule.name for rule in request.policy.rules if rule.name not in asking]
+    return f" Nothing that is saved is left for {', '.join(idle)}." if idle else ""
 
 
 def agree_on_plan(work: Work) -> Work:

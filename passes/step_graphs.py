@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ __all__ = [
     "StepGraphs",
     "Storages",
     "is_alias_op",
+    "module_of",
     "nbytes_of",
     "results_of",
     "tensors_in",
@@ -135,6 +137,16 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
             yield from tensors_in(item)
     elif isinstance(value, dict):
         yield from tensors_in(tuple(value.values()))
+
+
+def module_of(node: fx.Node) -> str:
+    """Return the path of the module that a node comes from, empty for the root."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
+    if not stack:
+        return ""
+    path = str(list(stack.values())[-1][0])
+    path = re.sub(r"^L\['\w+'\]\.?", "", path)
+    return re.sub(r"\._modules\['([^']*)'\]", r".\1", path).lstrip(".")
 
 
 def nbytes_of(node: fx.Node, key: int) -> int:

@@ -34,6 +34,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.graph import _BoxedCodeGen
+from torch.fx.traceback import annotate
+from torch.utils.checkpoint import CheckpointPolicy
 
 __all__ = [
     "BackendCompilerFailed",
@@ -41,6 +43,8 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDynamoException",
+    "annotate",
+    "annotation_of",
     "autograd_time",
     "boxed",
     "capture_settings",
@@ -53,10 +57,13 @@ __all__ = [
     "functional_transform_is_on",
     "is_batched",
     "is_fusible",
+    "is_made_by_backward",
     "is_mutation_of",
+    "is_recomputed_by_region",
     "make_backend",
     "make_inductor_backend",
     "min_cut_rematerialization_partition",
+    "must_be_saved",
     "op_of",
     "parameter_gradients",
     "running_node",
@@ -478,3 +485,24 @@ def _picked(node: torch.fx.Node, index: int) -> torch.fx.Node:
 
 def _fake_value(node: torch.fx.Node) -> Any:
     return node.meta["val"]
+
+
+def annotation_of(node: torch.fx.Node, name: str) -> Any:
+    """Return what `annotate` wrote at a node under a name, None if nothing."""
+    return (node.meta.get("custom") or {}).get(name)
+
+
+def is_made_by_backward(node: torch.fx.Node) -> bool:
+    """Say whether a node of a joint graph belongs to the backward."""
+    return str(node.meta.get("partitioner_tag", "")).endswith("backward")
+
+
+def is_recomputed_by_region(node: torch.fx.Node) -> bool:
+    """Say whether a checkpointed region would make a node of a joint graph again."""
+    policy = node.meta.get("recompute")
+    return policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def must_be_saved(node: torch.fx.Node) -> None:
+    """Keep the partitioner of a joint graph from making a node again in the backward."""
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

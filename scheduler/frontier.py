@@ -26,7 +26,14 @@ from backhaul.scheduler.cost import CostModel
 from backhaul.scheduler.paths import NEVER, Path
 from backhaul.scheduler.placement import Limit, place
 from backhaul.scheduler.simulator import predict
-from backhaul.scheduler.ways import ALL_WAYS, Option, Way, options_of, recipes_find_values
+from backhaul.scheduler.ways import (
+    ALL_WAYS,
+    Option,
+    Way,
+    asked_ways,
+    options_of,
+    recipes_find_values,
+)
 
 __all__ = ["Candidate", "Frontier", "Kind"]
 
@@ -80,7 +87,7 @@ class Frontier:
         allowed: The ways to consider.
 
     Attributes:
-        keep: Everything is kept.
+        keep: Everything is kept, but for what is asked of single tensors.
         floor: The least memory that any candidate needs.
         candidates: Those that no other beats in both memory and time, by rising memory.
     """
@@ -91,13 +98,16 @@ class Frontier:
         self._options = {
             name: options_of(cost, tensor, allowed) for name, tensor in cost.planned.items()
         }
-        self.keep = self._judged({}, {})
+        self._asked = asked_ways(cost.planned, self._options)
+        no_limit = Limit(float("inf"), self._saved_only)
+        self.keep = self._judged(self._asked, place(cost, self._asked, no_limit))
         self._known: dict[tuple[tuple[tuple[str, Way], ...], float], Candidate] = {}
         self._found = [self.keep]
         self._paths = [
-            Path(cost, self._options, self._saved_only, copy_charge, recompute_charge)
+            Path(cost, self._options, self._asked, self._saved_only, copy_charge, recompute_charge)
             for copy_charge, recompute_charge in _CHARGES
         ]
+        self._options |= {name: self._options[name][1:] for name in self._asked}
         self._found += self._tightest()
         self._floor_bytes = min(found.used_bytes for found in self._found)
         level_count = _LEVEL_EVENTS // max(1, len(cost.duration_s))

@@ -44,6 +44,7 @@ class Path:
     Args:
         cost: The costs of the step.
         options: The ways to treat each saved tensor and checkpoint.
+        asked: The ways that the walk begins with, whatever they cost.
         saved_only: Whether only saved activations count as memory.
         copy_charge: Seconds charged for each second of copying, beyond what cannot be hidden.
         recompute_charge: Seconds charged for each second of recomputing; either may be `NEVER`.
@@ -53,26 +54,29 @@ class Path:
         self,
         cost: CostModel,
         options: Mapping[str, Sequence[Option]],
+        asked: Mapping[str, Way],
         saved_only: bool,
         copy_charge: float,
         recompute_charge: float,
     ) -> None:
-        self._steps: list[tuple[str, Way]] = []
-        peaks = []
         offered = {
             name: [
                 option
                 for option in ways
-                if ("move" not in option.way or copy_charge < NEVER)
-                and (option.way != "recompute" or recompute_charge < NEVER)
+                if name in asked or _is_affordable(option.way, copy_charge, recompute_charge)
             ]
             for name, ways in options.items()
         }
-        walker = _Walker(cost, offered, saved_only, copy_charge)
+        walker = _Walker(cost, offered, saved_only, 0.0 if copy_charge == NEVER else copy_charge)
+        self._steps = list(asked.items())
+        for name, way in self._steps:
+            walker.take(name, way)
+        peaks = [walker.peak_bytes] * len(asked)
         while (step := walker.step()) is not None:
             self._steps.append(step)
             peaks.append(walker.peak_bytes)
         self._least_peaks = [-peak for peak in accumulate(peaks, min)]
+        self._asked_count = len(asked)
         self.moves = any("move" in way for _, way in self._steps)
 
     def end(self) -> dict[str, Way]:
@@ -85,7 +89,7 @@ class Path:
         Args:
             nbytes: Bytes live at once, without what the caller holds.
         """
-        count = bisect_left(self._least_peaks, -nbytes) + 1
+        count = max(bisect_left(self._least_peaks, -nbytes) + 1, self._asked_count)
         return dict(self._steps[:count]) if count <= len(self._steps) else None
 
 
@@ -153,6 +157,12 @@ class _Walker:
     def peak_bytes(self) -> int:
         """Return the most bytes live at once."""
         return int((self._live + self._workspace).max())
+
+    def take(self, name: str, way: Way) -> None:
+        """Treat a tensor in one of the ways that are offered for it."""
+        for number, (i, option) in enumerate(self._offers):
+            if option.way == way and self._tensors[i].name == name:
+                self._take(number)
 
     def step(self) -> tuple[str, Way] | None:
         """Take the cheapest step that frees memory where most is live, or None if none does."""
@@ -296,3 +306,8 @@ class _Walker:
             live[idle : use + 1] += held
             if option.way == "recompute" and sign > 0:
                 self._workspace[use] = max(self._workspace[use], self._beyond[i])
+
+
+def _is_affordable(way: Way, copy_charge: float, recompute_charge: float) -> bool:
+    moves_for_ever = "move" in way and copy_charge == NEVER
+    return not moves_for_ever and not (way == "recompute" and recompute_charge == NEVER)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import assert_never
 
-from backhaul.errors import BudgetError
+from backhaul.errors import BudgetError, PlanError
 from backhaul.records import (
     Action,
     Budget,
@@ -94,11 +94,16 @@ def frontier(
     cost = CostModel(graph, machine)
     kind: Kind = "activations" if budget.kind == "activations" else "memory"
     keep = predict(cost, {})
-    if budget.kind != "slowdown" and _used_bytes(keep, kind) <= budget.value:
+    is_asked = any(tensor.asked is not None and tensor.is_movable for tensor in graph.planned)
+    if budget.kind != "slowdown" and not is_asked and _used_bytes(keep, kind) <= budget.value:
         summary = "The step fits as it is: nothing to do."
         return plan_of_actions(graph, machine, budget, "frontier", {}, summary, cost)
-    found = _answer(Frontier(cost, kind, allowed), budget, kind)
-    summary = _summary(keep, found)
+    candidates = Frontier(cost, kind, allowed)
+    found = _answer(candidates, keep, budget, kind)
+    if is_asked and found is candidates.keep:
+        summary = f"The step does with what is asked of {len(found.ways)} saved activations."
+    else:
+        summary = _summary(keep, found)
     return plan_of_actions(graph, machine, budget, "frontier", found.actions, summary, cost)
 
 
@@ -116,10 +121,17 @@ PLANNERS: Mapping[str, Planner] = {
 }
 
 
-def _answer(candidates: Frontier, budget: Budget, kind: Kind) -> Candidate:
+def _answer(candidates: Frontier, keep: Prediction, budget: Budget, kind: Kind) -> Candidate:
     if budget.kind == "slowdown":
-        limit_s = candidates.keep.prediction.step_s * budget.value
-        return candidates.smallest(limit_s * (1 + TIME_TOLERANCE))
+        limit_s = keep.step_s * budget.value * (1 + TIME_TOLERANCE)
+        least = candidates.smallest(limit_s)
+        if least.prediction.step_s > limit_s:
+            slowdown = least.prediction.step_s / keep.step_s
+            raise PlanError(
+                f"what the policy asks for takes {slowdown:.3f} times the time of keeping "
+                f"everything, more than the {budget.value:g} that are allowed: ask for less"
+            )
+        return least
     found = candidates.fastest(int(budget.value))
     if found is None:
         nbytes, smallest = int(budget.value), candidates.floor.used_bytes
@@ -130,7 +142,10 @@ def _answer(candidates: Frontier, budget: Budget, kind: Kind) -> Candidate:
             budget_bytes=nbytes,
             smallest_bytes=smallest,
         )
-    return found
+    # What takes no time and frees memory is done only where memory is short.
+    asked = candidates.keep
+    fits = asked.used_bytes <= budget.value
+    return asked if fits and asked.prediction.step_s <= found.prediction.step_s else found
 
 
 def _treat_all(
@@ -213,6 +228,8 @@ def _reason(cost: CostModel, tensor: TensorRecord, action: Action, life: Life) -
     others = [option for option in options[1:] if option.way != way]
     rejected = min(others, key=lambda option: option.alone_s, default=None)
     told = _told(cost, tensor, chosen, life)
+    if tensor.asked is not None:
+        told = f"{tensor.asked.by} asks for it: {told}"
     if rejected is None:
         return told
     return f"{told}; rather than {_PARTICIPLE[rejected.way]}: {_priced(rejected)}"

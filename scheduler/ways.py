@@ -10,13 +10,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from backhaul.records import TensorRecord
+from backhaul.errors import PlanError
+from backhaul.records import Asked, TensorRecord
 from backhaul.scheduler.cost import CostModel
 
 __all__ = [
     "ALL_WAYS",
     "Option",
     "Way",
+    "asked_ways",
     "options_of",
     "recipes_find_values",
     "slot_bytes",
@@ -29,6 +31,13 @@ Way = Literal["keep", "pack", "move", "pack and move", "recompute"]
 """What happens to a tensor, before it is decided when."""
 
 ALL_WAYS: frozenset[Way] = frozenset(("keep", "pack", "move", "pack and move", "recompute"))
+
+_ASKED: Mapping[Asked, frozenset[Way]] = {
+    "keep": frozenset(),
+    "compress": frozenset(("pack",)),
+    "offload": frozenset(("move", "pack and move")),
+    "recompute": frozenset(("recompute",)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +73,19 @@ class Option:
 def options_of(
     cost: CostModel, tensor: TensorRecord, allowed: frozenset[Way] = ALL_WAYS
 ) -> tuple[Option, ...]:
-    """List the ways to treat a tensor; to keep it comes first.
+    """List the ways to treat a tensor; to keep it comes first, even where something is asked.
 
     Args:
         cost: The costs of its step.
         tensor: A saved tensor or a checkpoint.
-        allowed: The ways to consider.
+        allowed: The ways to consider, where nothing is asked of the tensor.
     """
     name = tensor.name
     found = [Option("keep", cost.nbytes[name])]
     if not tensor.is_movable:
         return tuple(found)
+    if tensor.asked is not None:
+        allowed = _ASKED[tensor.asked.action]
     codec = tensor.codecs[0] if tensor.codecs else None
     if codec is not None:
         found.append(Option("pack", cost.rounded(codec.packed_bytes), cost.codec_s(codec)))
@@ -86,6 +97,36 @@ def options_of(
         packing_s = cost.codec_s(codec)
         found.append(_moved("pack and move", cost, tensor, codec.packed_bytes, packing_s))
     return tuple(option for option in found if option.way in allowed or option.way == "keep")
+
+
+def asked_ways(
+    planned: Mapping[str, TensorRecord], options: Mapping[str, tuple[Option, ...]]
+) -> dict[str, Way]:
+    """Return the first way of each tensor of which one is asked.
+
+    Args:
+        planned: Saved tensors and checkpoints by name.
+        options: The ways to treat each, as `options_of` lists them.
+
+    Raises:
+        PlanError: What is asked of two tensors contradicts itself.
+    """
+    ways = {
+        name: options[name][1].way
+        for name, tensor in planned.items()
+        if tensor.asked is not None and tensor.is_movable
+    }
+    for name, way in ways.items():
+        recipe = planned[name].recipe
+        for source in recipe.sources if way == "recompute" and recipe else ():
+            if source in ways and spoils_recipes(ways[source], planned[source]):
+                by, other = planned[name].asked, planned[source].asked
+                assert by is not None and other is not None
+                raise PlanError(
+                    f"{by.by} asks to recompute {name} from {source}, of which {other.by} leaves "
+                    f"only {planned[source].codecs[0].name}: ask for one of the two"
+                )
+    return ways
 
 
 def spoils_recipes(way: Way, tensor: TensorRecord) -> bool:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from backhaul.errors import BudgetError
 from backhaul.records import (
     Action,
+    Ask,
     Budget,
     CodecRecord,
     Compress,
@@ -103,6 +104,28 @@ def cases(draw: Any) -> Case:
         ops=tuple(costs),
     )
     return graph, machine
+
+
+@st.composite
+def asked_cases(draw: Any) -> Case:
+    """Draw a step of which something is asked, without contradictions."""
+    graph, machine = draw(cases())
+    asked: dict[str, TensorRecord] = {}
+    for each in graph.tensors:
+        offered = ["offload", *["compress"] * len(each.codecs), *["recompute"] * bool(each.recipe)]
+        if each.role == "saved" and each.is_movable and draw(st.booleans()):
+            action = draw(st.sampled_from(offered))
+            sources = each.recipe.sources if action == "recompute" and each.recipe else ()
+            spoilt = [asked[n] for n in sources if n in asked and not is_exact(asked[n])]
+            if not spoilt:
+                asked[each.name] = dataclasses.replace(each, asked=Ask(action=action, by="test"))
+    tensors = tuple(asked.get(each.name, each) for each in graph.tensors)
+    return dataclasses.replace(graph, tensors=tensors), machine
+
+
+def is_exact(each: TensorRecord) -> bool:
+    assert each.asked is not None
+    return each.asked.action != "compress" or each.codecs[0].is_exact
 
 
 @st.composite
@@ -299,6 +322,8 @@ def checked(plan: Plan) -> Plan:
 def legal(graph: GraphRecord, each: TensorRecord, action: Action) -> None:
     if each.pinned_because:
         assert isinstance(action, Keep)
+    if each.asked is not None:
+        assert type(action).__name__.lower() == each.asked.action
     if isinstance(action, Compress):
         assert action.codec in each.codecs
     if isinstance(action, Recompute):
@@ -359,6 +384,26 @@ def test_more_budget_never_costs_time_and_less_never_raises_the_peak(
         for less, more in itertools.pairwise(plans):
             assert less.predicted.step_s >= more.predicted.step_s
             assert used_bytes(less, kind) <= used_bytes(more, kind)
+
+
+@pytest.mark.parametrize("kind", ["memory", "activations"])
+@settings(max_examples=100, deadline=None)
+@given(case=asked_cases(), shares=st.lists(st.floats(0.0, 2.0), min_size=3, max_size=3))
+def test_what_is_asked_is_done_under_every_budget(
+    kind: Any, case: Case, shares: list[float]
+) -> None:
+    graph, machine = case
+    free = dataclasses.replace(
+        graph, tensors=tuple(dataclasses.replace(each, asked=None) for each in graph.tensors)
+    )
+    whole = used_bytes(PLANNERS["keep_all"](free, machine, Budget(kind=kind, value=0)), kind)
+    plans = []
+    for share in sorted(shares):
+        with contextlib.suppress(BudgetError):
+            plans.append(checked(frontier(*case, Budget(kind=kind, value=int(whole * share)))))
+            assert used_bytes(plans[-1], kind) <= int(whole * share)
+    for less, more in itertools.pairwise(plans):
+        assert less.predicted.step_s >= more.predicted.step_s
 
 
 @settings(max_examples=60, deadline=None)
