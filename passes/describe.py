@@ -33,7 +33,7 @@ from backhaul.passes.step_graphs import (
     results_of,
     tensors_of,
 )
-from backhaul.passes.torch_compat import op_of, storage_nbytes
+from backhaul.passes.torch_compat import is_random_state, op_of, storage_nbytes
 from backhaul.records import (
     CodecRecord,
     ErrorBound,
@@ -407,6 +407,8 @@ class _Survey:
             return f"{_target_name(base)} makes no plain strided tensor"
         if role == "saved" and not is_read:
             return "the backward never reads it"
+        if is_random_state(base):
+            return "it is the random state of a checkpointed region"
         if base not in self._position:
             return "no op of the forward makes it"
         if value.device != self._device:

@@ -1,8 +1,8 @@
 """Keep what a step reads of an input before the step changes it.
 
-The changes to inputs, as to BatchNorm's statistics, are written back after the forward.  A
-checkpointed region that is computed again in the backward reads its inputs as they were, so
-that an input which the step changes must be saved as a copy.
+The changes to inputs, as to BatchNorm's statistics, are written back after the forward; for
+Inductor by a `copy_` at its end.  What the backward reads of such an input, as a checkpointed
+region that is computed again does, is the input as it was, so that it must be saved as a copy.
 """
 
 from __future__ import annotations
@@ -10,19 +10,25 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from backhaul.passes.step_graphs import StepGraphs, results_of
+from backhaul.passes.op_calls import written_by
+from backhaul.passes.step_graphs import StepGraphs, Storages, results_of
 from backhaul.passes.torch_compat import fake_mode_of, is_mutation_of
 
 __all__ = ["mutated_inputs", "save_mutated_inputs_as_copies"]
 
 
 def mutated_inputs(step: StepGraphs) -> set[fx.Node]:
-    """Return the forward's inputs that the step changes."""
+    """Return the forward's nodes that hold an input which the step changes."""
     described = step.forward.graph.output_node().meta.get("desc", [])[: step.output_count]
+    written = {written for node in step.forward.graph.nodes for written in written_by(node)}
+    storages = Storages.of(step.forward)
     return {
-        node
+        holder
         for node in step.forward.graph.find_nodes(op="placeholder")
+        for key in storages.ids[node]
         if any(is_mutation_of(result, node.meta.get("desc")) for result in described)
+        or written.intersection(storages.holders[key])
+        for holder in storages.holders[key]
     }
 
 
@@ -34,7 +40,8 @@ def save_mutated_inputs_as_copies(step: StepGraphs) -> None:
     first_op = next(node for node in step.forward.graph.nodes if node.op != "placeholder")
     for index, (saved, received) in enumerate(zip(step.saved, step.received, strict=True)):
         if saved in mutated:
-            with step.forward.graph.inserting_before(first_op):
+            before = first_op if saved.op == "placeholder" else saved.next
+            with step.forward.graph.inserting_before(before):
                 copied = step.forward.graph.call_function(torch.ops.aten.clone.default, (saved,))
             with fake_mode_of(step.forward):
                 value = saved.meta["val"].detach().clone()

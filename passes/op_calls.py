@@ -16,7 +16,7 @@ from backhaul.passes.step_graphs import Storages, is_alias_op, tensors_of
 from backhaul.passes.torch_compat import op_of
 from backhaul.runtime.measure_ops import OpCall, TensorSpec
 
-__all__ = ["arguments_of", "call_of", "codec_call", "spec_of"]
+__all__ = ["arguments_of", "call_of", "codec_call", "spec_of", "written_by"]
 
 
 def call_of(node: fx.Node, storages: Storages) -> OpCall | None:
@@ -48,6 +48,18 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
         else node.kwargs.get(argument.name, argument.default_value)
         for index, argument in enumerate(node.target._schema.arguments)
     }
+
+
+def written_by(node: fx.Node) -> list[Any]:
+    """Return the arguments that the op of a node writes to."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return []
+    given = arguments_of(node)
+    return [
+        given[argument.name]
+        for argument in node.target._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
 
 
 def codec_call(target: Any, *args: Any) -> OpCall:

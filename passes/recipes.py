@@ -4,7 +4,8 @@ A recipe walks back from the tensor to what is held anyway: inputs of the step, 
 checkpoint tensors, whatever the plan does with those.  An op is copied only if a second run
 must give the same bits and does nothing else:
 
-    random ops           run again from the random state that the forward had, see `draws`
+    random ops           run again from the random state that the forward had, see `draws`, but
+                         never under Inductor, whose random numbers have no such state
     BatchNorm            run again without its running statistics, which change once
     inputs that change   never read again
     other effects        ops that write to an argument, or that are not torch's own, never run
@@ -68,6 +69,7 @@ class Recipes:
         self._received = set(step.saved)
         self._mutated = mutated_inputs(step)
         self._device = device
+        self._draws_in_order = step.executor == "eager"
 
     def begin_with(self, name_by_key: Mapping[int, str]) -> None:
         """Say where a recipe may begin: saved and checkpoint tensors, by their storage."""
@@ -105,7 +107,7 @@ class Recipes:
 
     def can_run_again(self, node: fx.Node) -> bool:
         """Say whether a second run of a node gives the same bits and has no other effect."""
-        if node.op != "call_function":
+        if node.op != "call_function" or (draws(node) and not self._draws_in_order):
             return False
         target = node.target
         if target is operator.getitem:

@@ -59,6 +59,7 @@ __all__ = [
     "is_fusible",
     "is_made_by_backward",
     "is_mutation_of",
+    "is_random_state",
     "is_recomputed_by_region",
     "make_backend",
     "make_inductor_backend",
@@ -85,7 +86,11 @@ def make_backend(
     backward: Callable[[torch.fx.GraphModule], Compiled],
     inference: Callable[[torch.fx.GraphModule], Compiled],
 ) -> Callable[[torch.fx.GraphModule, Sequence[torch.Tensor]], Compiled]:
-    """Make a Dynamo backend of a partition function and one executor for each kind of graph."""
+    """Make a Dynamo backend of a partition function and one executor for each kind of graph.
+
+    Hazard: the backward of an op of many parts is traced with the random op of its forward, which
+    nothing reads; `fallback_random` would keep it there, where eager draws nothing.
+    """
 
     def compiler(executor: Callable[[torch.fx.GraphModule], Compiled]) -> Compiled:
         return lambda gm, _example_inputs: executor(gm)
@@ -96,7 +101,12 @@ def make_backend(
         inference_compiler=compiler(inference),
         partition_fn=partition,
     )
-    return backend
+
+    def make(gm: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Compiled:
+        with inductor_config.patch(fallback_random=False):
+            return backend(gm, inputs)
+
+    return make
 
 
 class _Partitioner(CustomPartitionerFn):
@@ -420,6 +430,14 @@ def op_of(node: torch.fx.Node) -> tuple[Any, tuple[Any, ...]]:
     if node.target is run_with_rng_state:
         return node.args[1], node.args[2:]
     return node.target, node.args
+
+
+def is_random_state(node: torch.fx.Node) -> bool:
+    """Say whether a node is the random state that torch saves for a checkpointed region."""
+    if node.target is not operator.getitem:
+        return False
+    draw, index = node.args
+    return not index and isinstance(draw, torch.fx.Node) and draw.target is run_and_save_rng_state
 
 
 def replayed(

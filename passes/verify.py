@@ -15,7 +15,8 @@ from torch import fx
 
 from backhaul.errors import VerifyError
 from backhaul.passes.codec_choice import reads_sign
-from backhaul.passes.op_calls import arguments_of
+from backhaul.passes.mutated_inputs import mutated_inputs
+from backhaul.passes.op_calls import arguments_of, written_by
 from backhaul.passes.recipes import copied_call, draws
 from backhaul.passes.step_graphs import StepGraphs, Storages
 from backhaul.passes.torch_compat import op_of
@@ -204,7 +205,7 @@ def nothing_is_written_while_it_is_copied(step: StepGraphs) -> None:
         for key in storages.ids.get(_arg(node, 0), ()):
             for holder in storages.holders[key]:
                 for user in holder.users:
-                    if order[node] < order[user] < order[wait] and _mutates(user, holder):
+                    if order[node] < order[user] < order[wait] and holder in written_by(user):
                         _fail(
                             "nothing_is_written_while_it_is_copied",
                             user,
@@ -226,6 +227,14 @@ def nothing_changes_twice(step: StepGraphs) -> None:
         is_op = isinstance(target, torch._ops.OpOverload)
         if is_op and (target._schema.is_mutable or copied_call(node)[0] is not node.target):
             _fail("nothing_changes_twice", node, "the forward has had its side effects already")
+
+
+def changed_inputs_are_read_as_they_were(step: StepGraphs) -> None:
+    """The backward is given no input that the forward changes, but a copy from before."""
+    mutated = mutated_inputs(step)
+    for node in step.saved:
+        if node in mutated:
+            _fail("changed_inputs_are_read_as_they_were", node, "the forward changes it")
 
 
 def recipes_read_exact_values(step: StepGraphs) -> None:
@@ -289,6 +298,7 @@ CHECKS: tuple[Check, ...] = (
     nothing_is_written_while_it_is_copied,
     random_ops_run_again_from_their_state,
     nothing_changes_twice,
+    changed_inputs_are_read_as_they_were,
     recipes_read_exact_values,
     each_rounded_tensor_comes_back_as_it_left,
     rounded_values_reach_weights_alone,
@@ -335,16 +345,6 @@ def _recomputed(step: StepGraphs) -> list[fx.Node]:
 
 def _is_ours(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "backhaul"
-
-
-def _mutates(user: fx.Node, holder: fx.Node) -> bool:
-    if not isinstance(user.target, torch._ops.OpOverload):
-        return False
-    arguments = user.target._schema.arguments
-    return any(
-        arg is holder and schema.alias_info is not None and schema.alias_info.is_write
-        for arg, schema in zip(user.args, arguments, strict=False)
-    )
 
 
 def _fail(check: str, node: fx.Node, fault: str) -> NoReturn:

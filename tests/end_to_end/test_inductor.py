@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor, nn
 
 import backhaul
@@ -111,6 +112,30 @@ def test_an_unused_output_leaves_its_parameters_without_gradients() -> None:
     module(torch.randn(4, 8))[0].sum().backward()
     assert model["a"].weight.grad is not None
     assert model["b"].weight.grad is None
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.linear(x)
+        dropped = nn.functional.dropout(hidden, 0.5)
+        return hidden, dropped.sin() + dropped
+
+
+@pytest.mark.parametrize("draws_as_eager", [False, True])
+@pytest.mark.parametrize("plan", ["recompute_all", "offload_all"])
+def test_the_backward_drops_what_the_forward_dropped(plan: str, draws_as_eager: bool) -> None:
+    model, x = Dropped().double(), torch.randn(64, 8, dtype=torch.float64)
+    with inductor_config.patch(fallback_random=draws_as_eager):
+        module = backhaul.optimize(model, x, executor="inductor", planner=plan)
+        for _ in range(3):
+            hidden, result = module(x)
+            (gradient,) = torch.autograd.grad(result.sum(), model.linear.bias)
+            slope = 2 * ((2 * hidden).cos() + 1) * (result != 0)
+            torch.testing.assert_close(gradient, slope.sum(0))
 
 
 def test_a_saved_plan_brings_its_executor(tmp_path: Path, train: Callable[..., Any]) -> None:

@@ -286,6 +286,11 @@ def write_under_the_copy(step: StepGraphs) -> None:
     add(step.forward, start, aten.relu_.default, (source,), source.meta["val"])
 
 
+def change_what_was_saved(step: StepGraphs) -> None:
+    saved = next(node for node in step.saved if node.op == "placeholder")
+    add(step.forward, step.outputs[0], aten.copy_.default, (saved, saved), saved.meta["val"])
+
+
 def add(gm: fx.GraphModule, after: fx.Node, target: Any, args: Any, value: Any = None) -> fx.Node:
     with gm.graph.inserting_after(after):
         node = gm.graph.call_function(target, tuple(args))
@@ -312,6 +317,7 @@ BREAKS: dict[Break, str] = {
     read_a_view_after_the_memory_was_freed: "nothing_is_read_after_it_was_freed",
     save_beside_the_copy: "nothing_is_read_after_it_was_freed",
     write_under_the_copy: "nothing_is_written_while_it_is_copied",
+    change_what_was_saved: "changed_inputs_are_read_as_they_were",
 }
 
 
