@@ -72,6 +72,7 @@ def _assert_same_loop(
         expected, actual = facts_of(loop, eager), facts_of(loop, ours)
         if executor == "eager":
             assert_same_facts(expected, actual)
+            record_property("result", "bit-equal")
         else:
             record_property("difference", difference_of(expected, actual))
         return ours
@@ -359,7 +360,9 @@ def adapted() -> nn.Module:
     return nn.Sequential(LowRank(8, 8), *between, LowRank(8, 4))
 
 
-def test_nothing_is_saved_for_the_gradients_of_frozen_weights(optimized: Check) -> None:
+def test_nothing_is_saved_for_the_gradients_of_frozen_weights(
+    optimized: Check, record_property: Check
+) -> None:
     model, x = adapted(), rows()
     given = {value.untyped_storage().data_ptr() for value in (x, *model.parameters())}
     kept: dict[int, Tensor] = {}
@@ -372,6 +375,7 @@ def test_nothing_is_saved_for_the_gradients_of_frozen_weights(optimized: Check) 
     eager = [tuple(value.shape) for key, value in kept.items() if key not in given]
     saved = optimized(model, x, "keep_all").plan.graph.saved
     assert sorted(each.shape for each in saved) == sorted(eager)
+    record_property("result", "as eager saves")
 
 
 def test_forward_hooks_from_before_and_after_run(assert_same_loop: Check) -> None:
@@ -391,12 +395,15 @@ def test_forward_hooks_from_before_and_after_run(assert_same_loop: Check) -> Non
     assert_same_loop(loop, model)
 
 
-def test_a_modules_backward_hook_inside_the_model_is_refused(optimized: Check) -> None:
+def test_a_modules_backward_hook_inside_the_model_is_refused(
+    optimized: Check, record_property: Check
+) -> None:
     module = optimized(model := net(), rows())
     model[4].register_full_backward_hook(lambda *_: None)
     for call in (module, lambda x: optimized(model, x)):
         with pytest.raises(CaptureError, match="backwards hooks"):
             call(rows())
+    record_property("result", "refused")
 
 
 @dataclasses.dataclass
@@ -541,7 +548,10 @@ UNSUPPORTED: dict[str, Check] = {
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("name", list(UNSUPPORTED))
-def test_what_is_unsupported_is_refused_by_name(optimized: Check, name: str) -> None:
+def test_what_is_unsupported_is_refused_by_name(
+    optimized: Check, name: str, record_property: Check
+) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
     with pytest.raises(CaptureError, match=name):
         UNSUPPORTED[name](optimized(model, rows()))
+    record_property("result", "refused")
